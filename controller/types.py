@@ -1,0 +1,210 @@
+"""The controller's words: what an engine tells it and what it answers. Standard library only.
+
+A ``RoundLoad`` goes in before a round, a ``RoundPlan`` comes out, ``RoundFacts`` come back after the
+round was run. None of them holds a tensor, a clock or a handle, so a log of them replays a decision.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+VerifyMode = Literal["coupled", "block", "token"]
+Numerics = Literal["exact", "fast"]
+InFlight = Literal["drain", "abort", "recompute", "keep"]
+
+AR = "ar"
+"""The drafter name of a sequence that decodes without drafts in a round."""
+
+POLICY = "policy"
+"""The model part that verifies and decodes; drafters are parts under their own names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartShape:
+    """What one forward of a model part moves and computes; the cost model's only view of a model."""
+
+    name: str
+    """``POLICY`` or a drafter's name."""
+
+    weight_bytes: int
+    """Bytes of weights read by one forward, whatever its rows."""
+
+    flops_per_row: float
+    """Floating-point operations of one row, attention excluded."""
+
+    kv_bytes_per_token: int
+    """Bytes of keys and values read per row and context token."""
+
+    flops_per_context_token: float
+    """Attention operations of one row per context token."""
+
+    rows_per_draft_token: int = 1
+    """Rows this part computes per draft token; 0 for a drafter that runs no model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterTraits:
+    """What the controller may ask of one drafter."""
+
+    name: str
+    max_gamma: int
+    switch_tokens_per_sequence: int = 0
+    """Tokens a sequence must be caught up by when this drafter is switched on (0: shares the KV)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTraits:
+    """What an engine can do. What it cannot do is refused by name, never approximated."""
+
+    engine: str
+    verify_modes: tuple[VerifyMode, ...]
+    gamma_per_sequence: bool
+    drafters: tuple[DrafterTraits, ...]
+    numerics: Numerics
+    in_flight: tuple[InFlight, ...]
+    max_batch: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceLoad:
+    """One running sequence, as the controller sees it before a round."""
+
+    key: int
+    """The engine's number for it; never reused."""
+
+    context_tokens: int
+    """Prompt and committed tokens."""
+
+    generated_tokens: int
+    remaining_tokens: int
+    """Most tokens it may still commit."""
+
+    history_match_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Per drafter that can tell for free: how many draft tokens it has ready for this sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundLoad:
+    """What is about to run: decode sequences, and how much else waits."""
+
+    round_index: int
+    policy_version: int
+    sequences: tuple[SequenceLoad, ...]
+    """Sequences that decode this round. Sequences still in prefill are not here."""
+
+    prefill_tokens: int = 0
+    """Prompt tokens the same forward will compute."""
+
+    waiting: int = 0
+    """Requests admitted later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """How one sequence decodes this round."""
+
+    drafter: str
+    gamma: int
+    """Draft tokens; 0 with drafter ``AR``."""
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0 or (self.gamma == 0) != (self.drafter == AR):
+            raise ValueError(f"gamma {self.gamma} does not go with drafter {self.drafter!r}")
+
+
+AR_ASSIGNMENT = Assignment(drafter=AR, gamma=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundPlan:
+    """What the engine does next. A sequence without an assignment decodes plainly."""
+
+    assignments: Mapping[int, Assignment]
+    """By sequence key."""
+
+    reason: str
+    """A short phrase for the log: "batch above break-even"."""
+
+    predicted_s: float = 0.0
+    """Seconds the cost model expects the round to take; 0 when no model was asked."""
+
+    predicted_tokens: float = 0.0
+    """Tokens it expects the round to commit."""
+
+    probe: bool = False
+    """Whether drafts are only there to keep acceptance observable."""
+
+    def of(self, key: int) -> Assignment:
+        """Return how sequence ``key`` decodes."""
+        return self.assignments.get(key, AR_ASSIGNMENT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceOutcome:
+    """What one decode sequence did in a round."""
+
+    key: int
+    drafter: str
+    gamma: int
+    """Draft tokens verified for it (a drafter may offer fewer than were asked for)."""
+
+    accepted: int
+    """Draft tokens committed."""
+
+    committed: int
+    """All tokens committed, corrected or bonus token included."""
+
+    context_tokens: int
+    """Before the round."""
+
+    censored: bool
+    """True when a stop or a limit cut the round, so later positions say nothing about the drafter."""
+
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftCost:
+    """What one drafter spent in a round."""
+
+    drafter: str
+    passes: int
+    rows: int
+    """Rows over all passes."""
+
+    context_tokens: int
+    """Context tokens over all rows of all passes."""
+
+    seconds: float
+    failures: int = 0
+    """Sequences it could not draft for; they decoded plainly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundFacts:
+    """What a round did and what it took. Times are wall-clock seconds."""
+
+    round_index: int
+    policy_version: int
+    batch: int
+    """Decode sequences."""
+
+    prefill_rows: int
+    verify_rows: int
+    """Rows of decode sequences in the policy's forward: one each plus their draft tokens."""
+
+    context_tokens: int
+    """Context tokens read by all rows of the policy's forward."""
+
+    draft_s: float
+    verify_s: float
+    commit_s: float
+    total_s: float
+    drafts: tuple[DraftCost, ...] = ()
+    outcomes: tuple[SequenceOutcome, ...] = ()
+
+    @property
+    def committed(self) -> int:
+        """Tokens committed by decode sequences."""
+        return sum(o.committed for o in self.outcomes)

@@ -1,0 +1,38 @@
+"""Settings of the drafters. Imports nothing heavy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Which drafters exist in an engine, and how they are built."""
+
+    names: tuple[str, ...] = ("w4", "history")
+    """From ``drafters.registry.BUILDERS``; the controller chooses among them."""
+
+    max_gamma: int = 8
+    w4_group: int = 32
+    """Weights along the in features that share a 4-bit scale; a multiple of 32."""
+
+    w4_head_bits: Literal[8, 16] = 8
+    w4_kernel: Literal["auto", "compiled", "aten", "torch"] = "auto"
+    """``compiled`` runs inside the compiled decoder; ``aten`` is torch's int4pack; ``torch`` the oracle."""
+
+    history_min_match: int = 2
+    """Shortest suffix that counts as a match."""
+
+    history_max_match: int = 16
+    history_prompts: int = 512
+    """Prompts whose earlier rollouts are kept; the least recently used is dropped."""
+
+    failure_limit: int = 3
+    """Failures in a row before a drafter is rebuilt, and again before it is switched off."""
+
+    def __post_init__(self) -> None:
+        if self.max_gamma < 1:
+            raise ValueError(f"drafter.max_gamma must be >= 1, got {self.max_gamma}")
+        if self.w4_group < 32 or self.w4_group % 32:
+            raise ValueError(f"drafter.w4_group must be a multiple of 32, got {self.w4_group}")
+        if not 1 <= self.history_min_match <= self.history_max_match:
+            raise ValueError("drafter.history_min_match must be in 1..history_max_match")

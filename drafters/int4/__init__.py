@@ -1,0 +1,1 @@
+"""Four- and eight-bit linears of a drafter: rounding, packing and their kernels."""

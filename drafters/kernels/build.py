@@ -1,0 +1,91 @@
+"""Builds a C++ kernel file on first use and caches it by what it was built from.
+
+The cache key is the text of every source and header, the flags, the compiler and the processor's
+features, so a stale library is never loaded and machines may share a cache directory.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
+"""``-ffp-contract=off``: fused multiply-adds are written out, so that no row's result depends on how
+the compiler happened to treat its loop. ``-march`` is added by ``build``."""
+
+
+class KernelBuildError(Exception):
+    """The kernels could not be compiled; the torch path remains. Names the compiler and its message."""
+
+
+def cache_dir() -> Path:
+    """Return where compiled kernels are kept (``TAILDRAFT_CACHE``, else the user's cache folder)."""
+    root = os.environ.get("TAILDRAFT_CACHE")
+    if root:
+        return Path(root) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "taildraft" / "kernels"
+
+
+@cache
+def compiler() -> str:
+    """Return the C++ compiler (``CXX``, else c++, g++ or clang++). Raises ``KernelBuildError``."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    raise KernelBuildError("no C++ compiler found: install g++ or set CXX")
+
+
+@cache
+def cpu_features() -> str:
+    """Return the processor's model and feature flags, as one line."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return f"{platform.machine()} {' '.join(sorted(line.split(':', 1)[1].split()))}"
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def build(source: Path, *, include: Sequence[Path] = (), defines: Sequence[str] = ()) -> Path:
+    """Compile ``source`` into a shared library and return its path; compiled once per content.
+
+    ``include`` folders are searched for headers, and every header in them is part of the cache key.
+    Raises ``KernelBuildError``.
+    """
+    folders = [source.parent, Path(__file__).parent, *include]
+    headers = sorted({h for folder in folders for h in folder.glob("*.h")})
+    flags = [*FLAGS, "-march=native", *(f"-D{d}" for d in defines)]
+    key = hashlib.sha256()
+    for path in (source, *headers):
+        key.update(path.name.encode())
+        key.update(path.read_bytes())
+    key.update("\0".join([*flags, compiler(), cpu_features()]).encode())
+    target = cache_dir() / f"{source.stem}-{key.hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    log.info("compiling %s with %s (once)", source.name, compiler())
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        out = Path(scratch) / target.name
+        command = [compiler(), *flags, *(f"-I{f}" for f in folders), str(source), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise KernelBuildError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+        out.replace(target)  # atomic: two processes may build at once
+    return target
+
+
+@cache
+def load(source: Path, include: tuple[Path, ...] = (), defines: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Build if needed and load. Raises ``KernelBuildError``."""
+    return ctypes.CDLL(str(build(source, include=include, defines=defines)))

@@ -1,0 +1,163 @@
+"""The drafters' words: what the engine asks of a drafter, and what a drafter may see of the policy.
+
+Shapes in this folder: R rows, B sequences, V vocabulary, N out features, K in features.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class DraftError(Exception):
+    """A drafter could not propose. The sequences concerned decode plainly this round: as exact."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftRequest:
+    """One sequence to draft for. Its KV covers all of ``tokens`` but the last."""
+
+    key: int
+    """The engine's number for the sequence."""
+
+    tokens: Sequence[int]
+    """Prompt and committed tokens, oldest first. Read it, never keep or change it."""
+
+    prompt_tokens: int
+    """How many of ``tokens`` are prompt."""
+
+    gamma: int
+    """Most draft tokens wanted."""
+
+    prompt_uid: str
+    """Shared by the samples of one prompt, over trainer steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """Draft tokens per request, in the order asked; a shorter or empty list is a valid answer."""
+
+    tokens: list[list[int]]
+
+    probs: list[Tensor] | None
+    """Per request the rows (len(tokens), V) its tokens were really drawn from, float64 or float32.
+    None when every token is certain given its prefix (point mass), or when coupled noise chose it."""
+
+    passes: int
+    rows: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftStep:
+    """One token per row, chosen as the target would: same processing, under ``coupled`` the same noise."""
+
+    tokens: list[int]
+    probs: list[Tensor] | None
+    """Per row the distribution (V,) the token was drawn from; None under coupled noise."""
+
+
+class DraftModel(Protocol):
+    """A forward of the policy's architecture with other linears, over the policy's own KV pages."""
+
+    def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
+        """Run one row per request and choose the next token of each.
+
+        Row i's input is ``drafts[i][-1]``, or the last committed token when ``drafts[i]`` is empty;
+        its position follows. It writes provisional KV there, beyond the frontier.
+        """
+        ...
+
+
+class LinearWeight(Protocol):
+    """One linear of the live policy (fused as the engine runs it: qkv, o, gate_up, down, head)."""
+
+    name: str
+    out_features: int
+    in_features: int
+
+    def rows(self) -> Tensor:
+        """Return the weight as an (N, K) tensor; a copy where the engine keeps it packed."""
+        ...
+
+    @property
+    def panels(self) -> Tensor | None:
+        """The weight in the compiled engine's panel layout, without a copy; None elsewhere."""
+        ...
+
+
+class QuantizedLinear(Protocol):
+    """A drafter's own version of one linear."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bits: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes one forward reads."""
+        ...
+
+    def apply(self, x_RK: Tensor) -> Tensor:
+        """Return x W^T, shape (R, N), in the dtype of ``x_RK``."""
+        ...
+
+
+class PolicyView(Protocol):
+    """What a drafter may see of the policy. Valid until the next weight update."""
+
+    policy_version: int
+    vocab_size: int
+    compiled: bool
+    """Whether the engine runs compiled kernels, which take packed linears."""
+
+    def linears(self) -> Iterator[LinearWeight]:
+        """Yield every linear of the body, then the head (named "head")."""
+        ...
+
+    def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> DraftModel:
+        """Return a forward in which ``linears`` (by name, all of them) replace the policy's own."""
+        ...
+
+
+class Drafter(Protocol):
+    """Anything that can propose tokens. It can only cost time: every failure is a ``DraftError``."""
+
+    name: str
+    drafter_version: int
+    """The policy version it was last rebuilt from; -1 before the first."""
+
+    max_gamma: int
+    """Most draft tokens per round it can offer."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes one draft pass reads; 0 when it runs no model."""
+        ...
+
+    @property
+    def switch_tokens_per_sequence(self) -> int:
+        """Tokens a sequence must be caught up by when it is switched on; 0 when it shares the KV."""
+        ...
+
+    def rebuild(self, view: PolicyView) -> None:
+        """Rebuild from the live policy, into the same buffers. Called at start and at every version."""
+        ...
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """Draft up to ``gamma`` tokens per request. Raises ``DraftError``."""
+        ...
+
+    def ready(self, request: DraftRequest) -> int | None:
+        """Return how many draft tokens are ready for free, or None when only drafting can tell."""
+        ...
+
+    def committed(self, request: DraftRequest, *, finished: bool) -> None:
+        """Hear that ``request.tokens`` grew, so stores of past text can follow. Must be cheap."""
+        ...
+
+    def forget(self, key: int) -> None:
+        """Drop what is kept for one sequence (aborted, failed or finished)."""
+        ...

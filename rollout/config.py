@@ -1,0 +1,101 @@
+"""Settings of the rollout side. Defaults live here; YAML only picks and overrides."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """Which policy, and where its folder is."""
+
+    source: str = "smollm2"
+    """``smollm2`` (embedded), a local Hugging Face folder, or a hub id."""
+
+    offgrid: bool = False
+    """Move every weight of a linear by seeded uniform noise of a quarter of its 4-bit step. The embedded
+    weights lie on a 4-bit grid, which flatters a 4-bit drafter; trained weights do not."""
+
+    offgrid_seed: int = 0
+    version: int = 0
+    """Version of the weights as loaded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How the policy runs."""
+
+    decoder: Literal["auto", "compiled", "torch"] = "auto"
+    device: str = "cpu"
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Of the weights. The compiled decoder keeps bfloat16 weights and computes in float32; the torch
+    decoder computes in this dtype."""
+
+    numerics: Literal["auto", "exact", "fast"] = "auto"
+    """``auto``: exact where the start-up self-check passes. ``exact`` refuses to start where it does not."""
+
+    verify: Literal["coupled", "block", "token"] = "coupled"
+    threads: int = 0
+    """Threads of the kernels; 0: one per physical core this process may use."""
+
+    max_batch: int = 32
+    """Most sequences decoding at once."""
+
+    max_context_tokens: int = 2048
+    """Prompt and new tokens of one sequence; also capped by the policy's own limit."""
+
+    kv_tokens: int = 0
+    """Token slots of the KV pool; 0: ``max_batch * max_context_tokens``, capped at ``kv_bytes``."""
+
+    kv_bytes: int = 4 << 30
+    prefill_chunk_tokens: int = 512
+    """Most prompt rows mixed into one round."""
+
+    prefix_cache: bool = True
+    """Reuse full prompt pages written by the same policy version."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_context_tokens", "prefill_chunk_tokens"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"engine.{name} must be > 0, got {getattr(self, name)}")
+        if self.threads < 0 or self.kv_tokens < 0:
+            raise ConfigError("engine.threads and engine.kv_tokens must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceConfig:
+    """How many hosts, and how they are reached and kept alive."""
+
+    hosts: int = 1
+    ray_address: str | None = None
+    """None: start a local Ray; ``auto`` or an address joins an existing cluster."""
+
+    host_cpus: float = 1.0
+    host_gpus: float = 0.0
+    threads_per_host: int = 0
+    """0: the machine's cores divided by the hosts on it."""
+
+    max_restarts: int = 3
+    """Restarts of one host before it stays dead."""
+
+    max_attempts: int = 3
+    """Times one request is sent before it fails with ``HostLostError``."""
+
+    call_timeout_s: float = 60.0
+    object_store_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise ConfigError(f"service.hosts must be >= 1, got {self.hosts}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerConfig:
+    """Where numbers go beside the JSONL that is always written."""
+
+    kind: Literal["jsonl", "wandb", "trackio", "tensorboard"] = "jsonl"
+    project: str = "taildraft"
+    name: str | None = None
+    offline: bool = True
+    parquet: bool = False

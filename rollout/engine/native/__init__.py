@@ -1,0 +1,1 @@
+"""The native engine: a paged, continuously batched decoder with exact numerics on CPU."""

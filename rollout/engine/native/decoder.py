@@ -1,0 +1,81 @@
+"""What computes a forward. Two kinds: compiled kernels (CPU) and torch (reference, fallback, CUDA)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from drafters.types import LinearWeight, QuantizedLinear
+from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.spec import ModelSpec
+
+
+class KVStorage(Protocol):
+    """The memory of a page pool, in the layout its decoder wants. Bookkeeping is in ``pages.py``."""
+
+    pages: int
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Over all planes, keys and values."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page on every plane."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardResult:
+    """What a forward returned. Buffers belong to the decoder and live until its next forward."""
+
+    logits_RV: Tensor
+    """float32 (float64 in a float64 decoder), one row per head row."""
+
+    taps: Mapping[str, Tensor] = field(default_factory=dict)
+    """Hidden states (M, hidden) by name: ``"layer.3"`` is the residual stream after layer 3 of the last
+    loop run, ``"loop.1.layer.3"`` names the loop, ``"embed"`` the input, ``"final"`` after the last norm."""
+
+
+class Decoder(Protocol):
+    """A policy's forward over paged KV: ``embed``, ``block`` per loop, ``head``."""
+
+    spec: ModelSpec
+    compiled: bool
+    row_invariant: bool
+    """Whether a row's bits are independent of which and how many rows are computed with it."""
+
+    def new_storage(self, pages: int) -> KVStorage:
+        """Return zeroed KV memory: stale keys must be finite, they are multiplied by zero."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take a checked state dict (Hugging Face names) into the same buffers; addresses stay."""
+        ...
+
+    def forward(
+        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+    ) -> ForwardResult:
+        """Embed, run the block ``loops`` times (all by default), write KV, return logits of the head rows."""
+        ...
+
+    def embed(self, token_ids_M: Tensor) -> Tensor:
+        """Return the input hidden states (M, hidden)."""
+        ...
+
+    def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
+        """Run all layers once on KV planes of ``loop`` and return the residual stream (M, hidden)."""
+        ...
+
+    def head(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits (R, vocab) of hidden states, final norm included."""
+        ...
+
+    def linears(self) -> Iterator[LinearWeight]:
+        """Yield ``layers.{i}.qkv|o|gate_up|down`` in order, then ``head``."""
+        ...
+
+    def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> "Decoder":
+        """Return a decoder with these linears that shares embeddings, norms, biases and KV layout."""
+        ...

@@ -1,0 +1,36 @@
+"""The ragged batch: what one forward computes. A row names its sequence's pages, position and length.
+
+Shapes: M rows, S sequences with a page table, P pages of the longest table, R rows whose logits are wanted.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PAGE_TOKENS = 16
+"""Tokens per KV page: one vector of keys in the compiled kernels, so a page is never split by a lane."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBatch:
+    """Rows of one forward, all int32 and contiguous.
+
+    Row m reads keys at positions 0..positions_M[m] of its sequence (its own included: it is written
+    first), so rows of one sequence may stand in one batch in any order, prompt chunks and drafts alike.
+    """
+
+    token_ids_M: Tensor
+    positions_M: Tensor
+    table_M: Tensor
+    """Which row of ``page_table_SP`` holds this row's pages."""
+
+    page_table_SP: Tensor
+    """Page numbers in position order; entries past a sequence's length are ignored."""
+
+    head_rows_R: Tensor
+    """Rows whose logits are wanted, ascending."""
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.token_ids_M.shape[0]

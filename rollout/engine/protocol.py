@@ -1,0 +1,112 @@
+"""The seam between whatever decides and whatever computes: one round at a time."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from controller.types import EngineTraits, InFlight, PartShape, RoundFacts, RoundLoad, RoundPlan
+from rollout.types import Completion, Request, TokenRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of a weight update, by its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """``"bfloat16"``, ``"float32"``, ... A float32 tensor may update a bfloat16 policy: it is rounded to
+    nearest even. Any other difference is refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateManifest:
+    """What a weight update says it will send."""
+
+    version: int
+    """Must exceed the live version."""
+
+    tensors: tuple[TensorSpec, ...]
+    checksum: str
+    """``rollout.policy.weights.checksum`` over all tensors as sent, in name order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emission:
+    """Tokens one request committed in a round, for streams."""
+
+    key: tuple[str, int]
+    attempt: int
+    first_index: int
+    """Index of ``tokens[0]`` among the request's new tokens."""
+
+    tokens: tuple[TokenRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOutcome:
+    """What a round produced."""
+
+    facts: RoundFacts
+    emissions: tuple[Emission, ...]
+    completions: tuple[Completion, ...]
+    """Requests that ended in this round, each exactly once."""
+
+
+class Engine(Protocol):
+    """One replica. Not thread-safe: one loop owns it, and weights change only between rounds."""
+
+    traits: EngineTraits
+    policy_version: int
+    fingerprint: str
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises a ``RequestError`` for this item alone."""
+        ...
+
+    def abort(self, key: tuple[str, int], *, reason: str = "") -> Completion | None:
+        """End a request now with what it has; None when it is unknown or already over. Idempotent."""
+        ...
+
+    def load(self) -> RoundLoad:
+        """Admit what fits and say what the next round will decode."""
+        ...
+
+    def run_round(self, plan: RoundPlan) -> RoundOutcome:
+        """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        ...
+
+    def begin_update(self, manifest: UpdateManifest, *, in_flight: InFlight) -> None:
+        """Open a weight update. Raises ``WeightUpdateError`` or ``UnsupportedError``."""
+        ...
+
+    def stage(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take one bucket of the open update."""
+        ...
+
+    def commit_update(self) -> int:
+        """Check, switch, clear caches of the old version, rebuild drafters; return the live version."""
+        ...
+
+    def discard_update(self) -> None:
+        """Drop an open update; the live version is untouched."""
+        ...
+
+    def part_shapes(self) -> Mapping[str, PartShape]:
+        """Return the cost shapes of the policy and of each drafter."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return loggable numbers, ``area/what_unit``."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; running requests are dropped."""
+        ...

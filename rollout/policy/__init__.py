@@ -1,0 +1,1 @@
+"""Where a policy comes from: folders, the embedded model, weights and their checksums."""

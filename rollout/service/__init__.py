@@ -1,0 +1,1 @@
+"""The Ray side: the service a trainer calls and the hosts that run engines."""

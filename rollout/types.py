@@ -1,0 +1,223 @@
+"""The rollout's words: what a caller asks, and what it gets back. No tensors, no handles.
+
+A ``Request`` is one sample of one prompt. It ends exactly once, as one ``Completion``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from rollout.errors import SamplingParamsError
+
+FinishReason = Literal["stop", "length", "aborted", "failed"]
+"""``stop``: a stop id, EOS or stop string; ``length``: max_tokens or the context ended it."""
+
+Origin = Literal["plain", "accepted", "corrected", "bonus"]
+"""How a token came to be: no drafts that round, a kept draft, the target's choice instead of a draft,
+the extra token after a fully kept block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How a sample is drawn. Every default is neutral."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all. Ties are kept by lowest id."""
+
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches this."""
+
+    min_p: float = 0.0
+    """Keep tokens at least this probable relative to the most probable one."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
+
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already in the output."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output."""
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to logits by id; ``-inf`` bans a token."""
+
+    min_tokens: int = 0
+    """Stop ids cannot be sampled before this many tokens."""
+
+    max_tokens: int | None = None
+    """None: as many as the context allows."""
+
+    stop_ids: tuple[int, ...] = ()
+    """Beside the policy's own end-of-sequence ids."""
+
+    stop: tuple[str, ...] = ()
+    """Stop strings: ids keep the token that completes one, text is cut before it."""
+
+    ignore_eos: bool = False
+    """Neither stops at nor bans the policy's end-of-sequence ids."""
+
+    def __post_init__(self) -> None:
+        problems = [message for bad, message in self._checks() if bad]
+        if problems:
+            raise SamplingParamsError("; ".join(problems))
+
+    def _checks(self) -> list[tuple[bool, str]]:
+        finite = math.isfinite
+        return [
+            (
+                not (finite(self.temperature) and self.temperature >= 0),
+                f"temperature must be finite and >= 0, got {self.temperature}",
+            ),
+            (self.top_k < 0, f"top_k must be >= 0, got {self.top_k}"),
+            (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
+            (
+                not (finite(self.repetition_penalty) and self.repetition_penalty > 0),
+                f"repetition_penalty must be > 0, got {self.repetition_penalty}",
+            ),
+            (
+                not finite(self.presence_penalty),
+                f"presence_penalty must be finite, got {self.presence_penalty}",
+            ),
+            (
+                not finite(self.frequency_penalty),
+                f"frequency_penalty must be finite, got {self.frequency_penalty}",
+            ),
+            (
+                any(math.isnan(b) or b == math.inf for b in self.logit_bias.values()),
+                "logit_bias must be finite or -inf",
+            ),
+            (self.min_tokens < 0, f"min_tokens must be >= 0, got {self.min_tokens}"),
+            (
+                self.max_tokens is not None and self.max_tokens <= 0,
+                f"max_tokens must be > 0, got {self.max_tokens}",
+            ),
+            (
+                self.max_tokens is not None and self.min_tokens > self.max_tokens,
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}",
+            ),
+            ("" in self.stop, "stop must not contain the empty string"),
+        ]
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the target distribution depends on which tokens were committed before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p cut the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Build from plain data; an unknown name is an error, never ignored."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise SamplingParamsError(
+                f"unknown sampling parameter {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        clean = dict(values)
+        for name in ("stop", "stop_ids"):
+            if name in clean:
+                clean[name] = tuple(clean[name])
+        if "logit_bias" in clean:
+            clean["logit_bias"] = {int(k): float(v) for k, v in clean["logit_bias"].items()}
+        return cls(**clean)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sample of one prompt."""
+
+    prompt_uid: str
+    """Names the prompt; samples that share it share its prompt pages."""
+
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    attempt: int = 0
+    prefix_ids: tuple[int, ...] = ()
+    """Tokens already committed in an earlier attempt; the same noise continues after them."""
+
+    deadline_s: float | None = None
+    """Seconds from admission after which it ends with what it has; None: no deadline."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What the caller knows the sample by."""
+        return (self.prompt_uid, self.sample_index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRecord:
+    """One committed token and everything known about it. Logs are natural."""
+
+    token_id: int
+    raw_logprob: float
+    """Temperature 1, full vocabulary, before any processing."""
+
+    scaled_logprob: float
+    """Temperature only, full vocabulary: what TRL and verl recompute. Equals raw when greedy."""
+
+    target_logprob: float
+    """Under the target distribution it was drawn from; 0 when greedy."""
+
+    kept_logmass: float
+    """Log of the mass the filters kept, of the penalised and scaled distribution; 0 without filters."""
+
+    policy_version: int
+    origin: Origin
+    drafter: str
+    """Which drafter's round committed it; ``ar`` when none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Enough to explain, and to reproduce, one completion."""
+
+    seed: int
+    host: str
+    fingerprint: str
+    """Of the numerics: instruction set, kernels, library versions, weights checksum."""
+
+    drafter_versions: Mapping[str, int]
+    rounds: int
+    drafted: int
+    accepted: int
+    verified_rows: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """How one request ended. ``tokens`` is what was committed, also after a failure."""
+
+    prompt_uid: str
+    sample_index: int
+    attempt: int
+    tokens: tuple[TokenRecord, ...]
+    text: str | None
+    """Decoded without special tokens and cut before a stop string; None where no tokenizer is known."""
+
+    finish_reason: FinishReason
+    error: str | None
+    """``"PromptTooLongError: ..."`` when failed or aborted; the type's name leads."""
+
+    provenance: Provenance | None
+    """None when the request never reached an engine."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The committed ids, EOS included."""
+        return tuple(t.token_id for t in self.tokens)
