@@ -17,6 +17,10 @@ namespace simd {
 constexpr int kLanes = 16;
 using bf16 = uint16_t;
 
+// Adding 1.5 * 2^23 leaves a small number's nearest integer in the low bits of the sum.
+constexpr float kIntegerShift = 12582912.0f;
+constexpr int kSqrtHalfBits = 0x3f3504f3;
+
 inline float bf16_to_float(bf16 b) {
   uint32_t u = static_cast<uint32_t>(b) << 16;
   float f;
@@ -53,6 +57,22 @@ inline F16 load_bf16(const bf16* p) {
   __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
 }
+// Lanes where a < b take x, the others (NaN too) y.
+inline F16 where_less(F16 a, F16 b, F16 x, F16 y) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+// p * 2^n by adding to the exponent field, n being the low bits of shifted = n + kIntegerShift.
+inline F16 scale_by_power(F16 p, F16 shifted) {
+  __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), n))};
+}
+// Splits positive normal x into mantissa * 2^exponent, the mantissa within [sqrt(1/2), sqrt(2)).
+inline F16 split_power(F16 x, F16* mantissa) {
+  __m512i bits = _mm512_castps_si512(x.v);
+  __m512i e = _mm512_srai_epi32(_mm512_sub_epi32(bits, _mm512_set1_epi32(kSqrtHalfBits)), 23);
+  mantissa->v = _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(e, 23)));
+  return {_mm512_cvtepi32_ps(e)};
+}
 
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(TAILDRAFT_GENERIC)
 
@@ -81,6 +101,28 @@ inline F16 load_bf16(const bf16* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
 }
+inline F16 where_less(F16 a, F16 b, F16 x, F16 y) {
+  return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+namespace detail {
+inline __m256 scale_half(__m256 p, __m256 shifted) {
+  __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
+}
+inline __m256 split_half(__m256 x, __m256* mantissa) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i e = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(kSqrtHalfBits)), 23);
+  *mantissa = _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(e, 23)));
+  return _mm256_cvtepi32_ps(e);
+}
+}  // namespace detail
+inline F16 scale_by_power(F16 p, F16 shifted) {
+  return {detail::scale_half(p.lo, shifted.lo), detail::scale_half(p.hi, shifted.hi)};
+}
+inline F16 split_power(F16 x, F16* mantissa) {
+  return {detail::split_half(x.lo, &mantissa->lo), detail::split_half(x.hi, &mantissa->hi)};
+}
 
 #else
 
@@ -104,6 +146,33 @@ inline F16 fma(F16 a, F16 b, F16 c) { TAILDRAFT_EACH(std::fma(a.v[i], b.v[i], c.
 inline F16 max(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 min(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 load_bf16(const bf16* p) { TAILDRAFT_EACH(bf16_to_float(p[i])); }
+inline F16 where_less(F16 a, F16 b, F16 x, F16 y) { TAILDRAFT_EACH(a.v[i] < b.v[i] ? x.v[i] : y.v[i]); }
+namespace detail {
+inline uint32_t bits_of(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+inline float of_bits(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+}  // namespace detail
+inline F16 scale_by_power(F16 p, F16 shifted) {
+  TAILDRAFT_EACH(detail::of_bits(detail::bits_of(p.v[i]) + (detail::bits_of(shifted.v[i]) << 23)));
+}
+inline F16 split_power(F16 x, F16* mantissa) {
+  F16 r;
+  for (int i = 0; i < kLanes; ++i) {
+    uint32_t bits = detail::bits_of(x.v[i]);
+    // An arithmetic shift of the signed difference: compilers this builds on all provide it.
+    int32_t e = static_cast<int32_t>(bits - static_cast<uint32_t>(kSqrtHalfBits)) >> 23;
+    mantissa->v[i] = detail::of_bits(bits - (static_cast<uint32_t>(e) << 23));
+    r.v[i] = static_cast<float>(e);
+  }
+  return r;
+}
 #undef TAILDRAFT_EACH
 
 #endif
