@@ -1,0 +1,125 @@
+"""Settings are loaded by full path: what does not fit is refused, and the message says what would."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from omegaconf import OmegaConf
+
+from drafters.config import DrafterConfig
+from rollout.config import EngineConfig, PolicyConfig, ServiceConfig, TrackerConfig
+from rollout.errors import ConfigError
+from rollout.settings import load_config, to_plain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    mode: Literal["a", "b"] = "a"
+    limit: int | None = None
+    share: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    name: str
+    inner: Inner = field(default_factory=Inner)
+    ladder: tuple[int, ...] = (1, 2)
+    pair: tuple[str, int] = ("x", 1)
+    bias: Mapping[int, float] = field(default_factory=dict)
+    anything: Mapping[str, Any] = field(default_factory=dict)
+    rows: int | Literal["auto"] = "auto"
+    flag: bool = False
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ladder:
+            raise ValueError("ladder must not be empty")
+
+
+def test_every_supported_type_loads_from_plain_data() -> None:
+    loaded = load_config(
+        {
+            "name": "n",
+            "inner": {"mode": "b", "limit": 3, "share": 1},
+            "ladder": [4, 5],
+            "pair": ["y", 2],
+            "bias": {7: 1},
+            "anything": {"deep": {"er": [1]}},
+            "rows": 9,
+            "flag": True,
+            "folder": "here",
+        },
+        Outer,
+    )
+    assert loaded == Outer(
+        name="n",
+        inner=Inner(mode="b", limit=3, share=1.0),
+        ladder=(4, 5),
+        pair=("y", 2),
+        bias={7: 1.0},
+        anything={"deep": {"er": [1]}},
+        rows=9,
+        flag=True,
+        folder=Path("here"),
+    )
+    assert isinstance(loaded.inner.share, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"name": "n", "inner": {"mod": "a"}},
+            "job.inner.mod: unknown setting; known here: mode, limit, share",
+        ),
+        ({"name": "n", "inner": {"mod": "a"}}, "did you mean job.inner.mode?"),
+        ({"name": "n", "inner": {"mode": "c"}}, "job.inner.mode: expected one of 'a', 'b', got 'c'"),
+        ({"name": "n", "inner": {"limit": "3"}}, "job.inner.limit: expected a whole number, got '3'"),
+        ({"name": "n", "inner": {"limit": True}}, "job.inner.limit: expected a whole number, got True"),
+        ({"name": "n", "inner": {"share": "x"}}, "job.inner.share: expected a number, got 'x'"),
+        ({"name": "n", "inner": 3}, "job.inner: expected settings by name, got 3"),
+        ({"name": "n", "ladder": 3}, "job.ladder: expected a list, got 3"),
+        ({"name": "n", "ladder": "12"}, "job.ladder: expected a list, got '12'"),
+        ({"name": "n", "ladder": [1, "b"]}, "job.ladder[1]: expected a whole number, got 'b'"),
+        ({"name": "n", "pair": ["x"]}, "job.pair: expected 2 values, got 1"),
+        ({"name": "n", "bias": {"a": 1.0}}, "job.bias (name 'a'): expected a whole number"),
+        ({"name": "n", "rows": "many"}, "job.rows: expected a whole number or 'auto', got 'many'"),
+        ({"name": "n", "flag": 1}, "job.flag: expected true or false, got 1"),
+        ({"name": 123}, "job.name: expected a string, got 123; quote it"),
+        ({"name": "n", "ladder": []}, "job: ladder must not be empty"),
+        ({}, "job.name: no value given"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_full_path(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(values, Outer, path="job")
+    assert message in str(refused.value)
+
+
+def test_a_message_that_names_its_path_is_not_prefixed_twice() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.max_batch must be > 0, got 0$"):
+        load_config({"max_batch": 0}, EngineConfig, path="engine")
+
+
+def test_an_omegaconf_node_is_resolved_before_it_is_checked() -> None:
+    node = OmegaConf.create({"name": "${inner.mode}", "inner": {"mode": "b"}})
+    assert load_config(node, Outer).name == "b"  # type: ignore[arg-type]
+    broken = OmegaConf.create({"name": "${nowhere}"})
+    with pytest.raises(ConfigError, match="name"):
+        load_config(broken, Outer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", [PolicyConfig, EngineConfig, ServiceConfig, TrackerConfig, DrafterConfig])
+def test_settings_survive_the_way_to_plain_data_and_back(cls: type) -> None:
+    assert load_config(to_plain(cls()), cls) == cls()
+
+
+def test_an_unsupported_type_is_our_fault_not_the_callers() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        when: complex = 1j
+
+    with pytest.raises(TypeError, match="when"):
+        load_config({"when": 2}, Odd)
