@@ -129,6 +129,9 @@ class Drafter(Protocol):
     drafter_version: int
     """The policy version it was last rebuilt from; -1 before the first."""
 
+    model: DraftModel | None
+    """The forward it runs; None before the first rebuild, and for a drafter that runs none."""
+
     max_gamma: int
     """Most draft tokens per round it can offer."""
 

@@ -65,5 +65,5 @@ class ConfigError(RolloutError):
     """A setting is unknown or wrong; the message starts with its full path."""
 
 
-class CapacityError(RolloutError):
-    """The engine's KV pool cannot hold even one sequence of the size asked for."""
+class CapacityError(RequestError):
+    """The KV pool could not hold this sequence even if it ran alone."""

@@ -83,12 +83,21 @@ class Engine(Protocol):
         """Whether any request is waiting or running."""
         ...
 
+    @property
+    def running(self) -> int:
+        """Sequences that hold KV; ``drain`` waits until there are none."""
+        ...
+
     def begin_update(self, manifest: UpdateManifest, *, in_flight: InFlight) -> None:
         """Open a weight update. Raises ``WeightUpdateError`` or ``UnsupportedError``."""
         ...
 
     def stage(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take one bucket of the open update."""
+        ...
+
+    def settle_running(self) -> list[Completion]:
+        """Do to running sequences what the open update's mode asks (abort, recompute), before its commit."""
         ...
 
     def commit_update(self) -> int:
@@ -101,6 +110,13 @@ class Engine(Protocol):
 
     def part_shapes(self) -> Mapping[str, PartShape]:
         """Return the cost shapes of the policy and of each drafter."""
+        ...
+
+    def time_forward(self, part: str, *, rows: int, context_tokens: int, sequences: int = 0) -> float:
+        """Return the seconds of one forward of ``part`` with every row at ``context_tokens`` of context.
+
+        ``sequences`` (default ``rows``) says how many sequences the rows belong to. Only when idle.
+        """
         ...
 
     def gauges(self) -> Mapping[str, float]:

@@ -1,0 +1,121 @@
+"""Composition of a native engine: the one place that knows every part by its class."""
+
+import logging
+import os
+
+import torch
+from drafters.registry import build as build_drafter
+
+from drafters.config import DrafterConfig
+from rollout.config import EngineConfig, PolicyConfig
+from rollout.engine.chooser_compiled import CompiledChooser
+from rollout.engine.chooser_torch import TorchChooser
+from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
+from rollout.engine.native.decoder import Decoder
+from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.families import rope_tables
+from rollout.engine.native.numerics import is_row_invariant
+from rollout.engine.native.spec import ModelSpec
+from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.target import Chooser
+from rollout.errors import ConfigError
+from rollout.policy.source import Policy, load_policy
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def build_engine(
+    policy_config: PolicyConfig,
+    engine_config: EngineConfig,
+    drafter_config: DrafterConfig,
+    *,
+    host: str = "local",
+) -> NativeEngine:
+    """Load the policy and return an engine that serves it. Logs every choice that ``auto`` left open."""
+    policy = load_policy(policy_config)
+    return engine_of(policy, engine_config, drafter_config, version=policy_config.version, host=host)
+
+
+def engine_of(
+    policy: Policy,
+    engine_config: EngineConfig,
+    drafter_config: DrafterConfig,
+    *,
+    version: int = 0,
+    host: str = "local",
+) -> NativeEngine:
+    """Return an engine that serves a loaded policy."""
+    threads = engine_config.threads or _usable_cores()
+    rope = rope_tables(policy.config, min(policy.spec.max_positions, engine_config.max_context_tokens + 1))
+    decoder, description = _decoder(policy.spec, rope.cos_PH, rope.sin_PH, engine_config, threads)
+    decoder.load(policy.state)
+    exact = _numerics(decoder, engine_config)
+    chooser: Chooser = CompiledChooser(threads=threads) if decoder.compiled else TorchChooser()
+    drafting = Drafting(
+        [build_drafter(name, drafter_config) for name in drafter_config.names],
+        vocab_size=policy.spec.vocab_size,
+        failure_limit=drafter_config.failure_limit,
+    )
+    log.info("engine: %s, %d threads, numerics %s", description, threads, "exact" if exact else "fast")
+    return NativeEngine(
+        decoder=decoder,
+        chooser=chooser,
+        drafting=drafting,
+        config=engine_config,
+        numerics_exact=exact,
+        decoder_description=description,
+        detokenizer=policy.tokenizer,
+        policy_version=version,
+        weights_checksum=policy.checksum,
+        host=host,
+    )
+
+
+def _decoder(
+    spec: ModelSpec, cos_PH: torch.Tensor, sin_PH: torch.Tensor, config: EngineConfig, threads: int
+) -> tuple[Decoder, str]:
+    unavailable = compiled_unavailable() if config.decoder != "torch" else "engine.decoder=torch"
+    fits = config.device == "cpu" and config.dtype == "bfloat16"
+    if config.decoder == "compiled" and (unavailable or not fits):
+        raise ConfigError(
+            f"engine.decoder=compiled needs device=cpu, dtype=bfloat16 and a compiler: {unavailable or config}"
+        )
+    if fits and unavailable is None:
+        compiled = CompiledDecoder(spec, cos_PH=cos_PH, sin_PH=sin_PH, threads=threads)
+        return compiled, compiled.description
+    if config.decoder == "auto":
+        log.warning("engine.decoder: auto -> torch (%s)", unavailable or f"{config.device}, {config.dtype}")
+    torch.set_num_threads(threads)
+    exact = config.numerics != "fast"
+    decoder = TorchDecoder(
+        spec,
+        cos_PH=cos_PH,
+        sin_PH=sin_PH,
+        dtype=_DTYPES[config.dtype],
+        device=config.device,
+        exact=exact,
+    )
+    return (
+        decoder,
+        f"torch {config.device} {config.dtype} threads={threads} {torch.backends.cpu.get_cpu_capability()}",
+    )
+
+
+def _numerics(decoder: Decoder, config: EngineConfig) -> bool:
+    if config.numerics == "fast":
+        return False
+    passed = is_row_invariant(decoder)
+    if config.numerics == "exact" and not passed:
+        raise ConfigError(
+            "engine.numerics=exact: the start-up self-check found rows that change with their batch"
+        )
+    if config.numerics == "auto":
+        log.info("engine.numerics: auto -> %s", "exact" if passed else "fast")
+    return passed
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,158 @@
+"""The drafters of one engine and their health: the only place where speculation falls back to AR.
+
+A drafter can only cost time. Whatever goes wrong in it makes the sequences concerned decode plainly for
+the round; failures are counted and logged, after some in a row it is rebuilt, then switched off.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from controller.types import DraftCost, DrafterTraits
+from drafters.types import Drafter, DraftError, DraftRequest, PolicyView, Proposal
+
+log = logging.getLogger(__name__)
+
+_PROB_SUM_TOLERANCE = 1e-3
+"""How far a reported draft distribution may be from summing to 1: float32 sums of a large vocabulary."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DrafterSlot:
+    """One drafter, and how it has behaved."""
+
+    drafter: Drafter
+    enabled: bool = True
+    failures_in_a_row: int = 0
+    failures: int = 0
+    rebuilds: int = 0
+    build_s: float = 0.0
+    last_error: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Drafted:
+    """What one sequence may be verified with; empty means it decodes plainly."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+
+
+class Drafting:
+    """Asks drafters for proposals and checks every answer before anything is verified with it."""
+
+    def __init__(self, drafters: Sequence[Drafter], *, vocab_size: int, failure_limit: int) -> None:
+        self.slots = {d.name: DrafterSlot(drafter=d) for d in drafters}
+        self._vocab_size = vocab_size
+        self._failure_limit = failure_limit
+        self._view: PolicyView | None = None
+
+    def traits(self) -> tuple[DrafterTraits, ...]:
+        """Return what the controller may ask of the drafters that work."""
+        return tuple(
+            DrafterTraits(
+                name=name,
+                max_gamma=slot.drafter.max_gamma,
+                switch_tokens_per_sequence=slot.drafter.switch_tokens_per_sequence,
+            )
+            for name, slot in self.slots.items()
+            if slot.enabled
+        )
+
+    def rebuild_all(self, view: PolicyView) -> None:
+        """Rebuild every drafter from the live policy; one that refuses is switched off, and said so."""
+        self._view = view
+        for slot in self.slots.values():
+            slot.enabled, slot.failures_in_a_row = True, 0
+            self._rebuild(slot)
+
+    def _rebuild(self, slot: DrafterSlot) -> None:
+        assert self._view is not None, "rebuild_all comes first"
+        started = time.perf_counter()
+        try:
+            slot.drafter.rebuild(self._view)
+        except DraftError as error:
+            slot.enabled, slot.last_error = False, str(error)
+            log.error("drafter %s cannot be built and is off: %s", slot.drafter.name, error)
+        slot.build_s = time.perf_counter() - started
+        slot.rebuilds += 1
+
+    def propose(self, name: str, requests: Sequence[DraftRequest]) -> tuple[dict[int, Drafted], DraftCost]:
+        """Return checked drafts by sequence key, and what they cost."""
+        started = time.perf_counter()
+        slot = self.slots.get(name)
+        proposal: Proposal | None = None
+        if slot is not None and slot.enabled:
+            try:
+                proposal = slot.drafter.propose(requests)
+                drafted = self._checked(name, requests, proposal)
+                slot.failures_in_a_row = 0
+            except DraftError as error:
+                self._failed(slot, error)
+                proposal = None
+        if proposal is None:
+            drafted = {r.key: Drafted() for r in requests}
+        return drafted, DraftCost(
+            drafter=name,
+            passes=proposal.passes if proposal else 0,
+            rows=proposal.rows if proposal else 0,
+            context_tokens=proposal.context_tokens if proposal else 0,
+            seconds=time.perf_counter() - started,
+            failures=0 if proposal else len(requests),
+        )
+
+    def _checked(self, name: str, requests: Sequence[DraftRequest], proposal: Proposal) -> dict[int, Drafted]:
+        if len(proposal.tokens) != len(requests):
+            raise DraftError(f"{name} answered {len(proposal.tokens)} of {len(requests)} requests")
+        drafted: dict[int, Drafted] = {}
+        for i, request in enumerate(requests):
+            tokens = proposal.tokens[i]
+            if len(tokens) > request.gamma:
+                raise DraftError(f"{name} drafted {len(tokens)} tokens where {request.gamma} were asked")
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+                raise DraftError(f"{name} drafted an id outside the vocabulary: {tokens}")
+            probs = None if proposal.probs is None else proposal.probs[i][: len(tokens)]
+            if probs is not None and tokens:
+                _check_probs(name, tokens, probs, self._vocab_size)
+            drafted[request.key] = Drafted(tokens=list(tokens), probs=probs if tokens else None)
+        return drafted
+
+    def _failed(self, slot: DrafterSlot, error: DraftError) -> None:
+        slot.failures += 1
+        slot.failures_in_a_row += 1
+        slot.last_error = str(error)
+        log.warning("drafter %s failed, this round decodes plainly: %s", slot.drafter.name, error)
+        if slot.failures_in_a_row == self._failure_limit:
+            log.warning(
+                "drafter %s failed %d times in a row: rebuilding", slot.drafter.name, self._failure_limit
+            )
+            self._rebuild(slot)
+        elif slot.failures_in_a_row >= 2 * self._failure_limit:
+            slot.enabled = False
+            log.error("drafter %s still fails after a rebuild and is off", slot.drafter.name)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return loggable numbers per drafter."""
+        out: dict[str, float] = {}
+        for name, slot in self.slots.items():
+            out[f"drafter/{name}_failures"] = float(slot.failures)
+            out[f"drafter/{name}_enabled"] = float(slot.enabled)
+            out[f"drafter/{name}_build_s"] = slot.build_s
+            out[f"drafter/{name}_version"] = float(slot.drafter.drafter_version)
+        return out
+
+
+def _check_probs(name: str, tokens: list[int], probs_GV: Tensor, vocab_size: int) -> None:
+    """Refuse a reported distribution that cannot be the one the tokens were drawn from."""
+    if tuple(probs_GV.shape) != (len(tokens), vocab_size):
+        raise DraftError(f"{name} reported probabilities of shape {tuple(probs_GV.shape)}")
+    sums = probs_GV.sum(-1).tolist()
+    chosen = [float(probs_GV[i, t]) for i, t in enumerate(tokens)]
+    if not all(math.isfinite(s) and abs(s - 1) < _PROB_SUM_TOLERANCE for s in sums):
+        raise DraftError(f"{name} reported probabilities that sum to {sums}")
+    if not all(c > 0 for c in chosen):
+        raise DraftError(f"{name} reported probability 0 for a token it drafted")

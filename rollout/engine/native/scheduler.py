@@ -1,0 +1,171 @@
+"""Who runs: admission, page reservation, prompt chunks, preemption. No torch, no logits.
+
+A sequence that loses its pages goes back to waiting with every committed token and computes its KV
+again; in exact numerics its text is the same. Room for a round is taken before anything is drafted,
+so no sequence is ever preempted between draft and verification.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engine.native.pages import PagePool, PrefixIndex, pages_for
+from rollout.engine.native.rows import PAGE_TOKENS
+from rollout.engine.native.sequence import LiveSequence, Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptChunk:
+    """Rows of one sequence's prompt in one round: positions ``start`` to ``end - 1``."""
+
+    sequence: LiveSequence
+    start: int
+    end: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the sequence gets its first token in this round."""
+        return self.end == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Owns the waiting line, the running set and the page table."""
+
+    def __init__(
+        self, *, max_batch: int, max_pages_per_sequence: int, pool: PagePool, prefix_cache: bool
+    ) -> None:
+        self.pool = pool
+        self.prefix = PrefixIndex(pool)
+        self.prefix_cache = prefix_cache
+        self.waiting: deque[LiveSequence] = deque()
+        self.running: dict[int, LiveSequence] = {}
+        self.page_table: NDArray[np.int32] = np.zeros((max_batch, max_pages_per_sequence), np.int32)
+        self.admitting = True
+        self.preemptions = 0
+        self._free_slots = list(range(max_batch - 1, -1, -1))
+
+    def add(self, sequence: LiveSequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def find(self, key: tuple[str, int]) -> LiveSequence | None:
+        """Return the live sequence a caller knows by ``key``."""
+        for sequence in (*self.running.values(), *self.waiting):
+            if sequence.request.key == key:
+                return sequence
+        return None
+
+    def decoding(self) -> list[LiveSequence]:
+        """Return the sequences that decode, in order of admission."""
+        return [s for s in self.running.values() if s.phase is Phase.DECODE]
+
+    def admit(self, version: int, now_s: float) -> None:
+        """Move waiting sequences to the running set while slots and pages allow."""
+        if not self.admitting:
+            return
+        skipped: list[LiveSequence] = []
+        while self.waiting and self._free_slots:
+            sequence = self.waiting.popleft()
+            if self._leader_is_writing(sequence):
+                skipped.append(sequence)
+                continue
+            if not self._start(sequence, version, now_s):
+                skipped.append(sequence)
+                break
+        self.waiting.extendleft(reversed(skipped))
+
+    def _leader_is_writing(self, sequence: LiveSequence) -> bool:
+        """Whether a sequence with the same prompt is in prefill: its pages are worth waiting for."""
+        if not self.prefix_cache:
+            return False
+        prompt = sequence.request.prompt_ids
+        return any(s.phase is Phase.PREFILL and s.request.prompt_ids == prompt for s in self.running.values())
+
+    def _start(self, sequence: LiveSequence, version: int, now_s: float) -> bool:
+        shared = self.prefix.match(version, sequence.tokens) if self.prefix_cache else []
+        sequence.pages = shared
+        sequence.frontier = len(shared) * PAGE_TOKENS
+        need = pages_for(len(sequence.tokens) + 1) - len(shared)
+        running_alone = not self.running
+        if not self._take(sequence, need, may_preempt=False):
+            assert not running_alone, "requests larger than the pool are refused at the door"
+            self.pool.release(sequence.pages)
+            sequence.pages, sequence.frontier = [], 0
+            return False
+        sequence.slot = self._free_slots.pop()
+        self.page_table[sequence.slot, : len(sequence.pages)] = sequence.pages
+        sequence.phase = Phase.PREFILL
+        if sequence.admitted_s is None:
+            sequence.admitted_s = now_s
+        self.running[sequence.key] = sequence
+        return True
+
+    def reserve(self, sequence: LiveSequence, tokens: int, *, may_preempt: bool) -> bool:
+        """Make sure the sequence's pages hold ``tokens`` tokens; False when they cannot."""
+        need = pages_for(tokens) - len(sequence.pages)
+        if need <= 0:
+            return True
+        if not self._take(sequence, need, may_preempt=may_preempt):
+            return False
+        self.page_table[sequence.slot, : len(sequence.pages)] = sequence.pages
+        return True
+
+    def _take(self, sequence: LiveSequence, need: int, *, may_preempt: bool) -> bool:
+        while (taken := self.pool.take(need)) is None:
+            if self.prefix.evict(need - self.pool.free) > 0:
+                continue
+            victim = self._victim(sequence) if may_preempt else None
+            if victim is None:
+                return False
+            self.preempt(victim)
+        sequence.pages.extend(taken)
+        return True
+
+    def _victim(self, asking: LiveSequence) -> LiveSequence | None:
+        """Return the youngest running sequence that came after ``asking``: the eldest always advances."""
+        younger = [s for s in self.running.values() if s.key > asking.key and s.pages]
+        return max(younger, key=lambda s: s.key, default=None)
+
+    def preempt(self, sequence: LiveSequence) -> None:
+        """Take a sequence's pages; it waits, first in line, with all its committed tokens."""
+        self._leave(sequence)
+        sequence.phase = Phase.WAITING
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def chunks(self, budget_tokens: int) -> list[PromptChunk]:
+        """Return the prompt rows of the next round, eldest first, within the budget."""
+        out: list[PromptChunk] = []
+        for sequence in self.running.values():
+            if sequence.phase is not Phase.PREFILL or budget_tokens <= 0:
+                continue
+            end = min(len(sequence.tokens), sequence.frontier + budget_tokens)
+            out.append(PromptChunk(sequence=sequence, start=sequence.frontier, end=end))
+            budget_tokens -= end - sequence.frontier
+        return out
+
+    def publish(self, sequence: LiveSequence, version: int) -> None:
+        """Make the prompt's full pages known to others. Call after the forward that finished them."""
+        if self.prefix_cache:
+            written = min(sequence.prompt_tokens, sequence.frontier)
+            self.prefix.publish(version, sequence.tokens[:written], sequence.pages)
+
+    def remove(self, sequence: LiveSequence) -> None:
+        """Take a sequence out, wherever it is, and free what it holds. Harmless when repeated."""
+        if sequence.phase is Phase.OVER:
+            return
+        if sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        self._leave(sequence)
+        sequence.phase = Phase.OVER
+
+    def _leave(self, sequence: LiveSequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.frontier = [], 0
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+        self.running.pop(sequence.key, None)

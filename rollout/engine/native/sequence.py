@@ -1,0 +1,133 @@
+"""One request while it lives in the engine: its tokens, its pages, and how far its KV reaches."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rollout.engine.target import TargetRow
+from rollout.types import Completion, FinishReason, Provenance, Request, SamplingParams, TokenRecord
+
+
+class Phase(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    OVER = "over"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LiveSequence:
+    """A request in flight.
+
+    Invariant: positions below ``frontier`` hold policy KV of ``tokens`` on every plane. In ``DECODE`` it
+    covers all tokens but the last. Drafts may write beyond it; nothing reads that as the policy's.
+    """
+
+    key: int
+    request: Request
+    tokens: list[int]
+    """Prompt, prefix of earlier attempts, then what was committed here."""
+
+    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    max_new_tokens: int
+    """Prefix included."""
+
+    added_s: float
+    phase: Phase = Phase.WAITING
+    frontier: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Row of the page table; -1 while it holds none."""
+
+    records: list[TokenRecord] = field(default_factory=list)
+    output_counts: Counter[int] = field(default_factory=Counter)
+    prompt_set: frozenset[int] = frozenset()
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    verified_rows: int = 0
+    preemptions: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it is sampled."""
+        return self.request.params
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens after the prompt, prefix included."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Most tokens it may still commit."""
+        return self.max_new_tokens - self.new_tokens
+
+    def target_row(self, drafts: list[int], *, round_seed: int | None) -> TargetRow:
+        """Return what shapes the choice of the token after ``tokens + drafts``.
+
+        ``round_seed`` replaces the request's seed where noise must not repeat over rounds.
+        """
+        params = self.params
+        counts: Counter[int] = self.output_counts
+        if drafts and params.has_penalties:
+            counts = counts + Counter(drafts)
+        banned: tuple[int, ...] = ()
+        if self.new_tokens + len(drafts) < params.min_tokens:
+            banned = tuple(sorted(self.stop_ids | self.eos_ids))
+        return TargetRow(
+            seed=self.request.seed if round_seed is None else round_seed,
+            position=len(self.tokens) + len(drafts),
+            params=params,
+            output_counts=counts,
+            prompt_tokens=self.prompt_set,
+            banned=banned,
+        )
+
+    def completion(
+        self,
+        *,
+        reason: FinishReason,
+        error: Exception | None,
+        text: str | None,
+        host: str,
+        fingerprint: str,
+        drafter_versions: dict[str, int],
+        now_s: float,
+    ) -> Completion:
+        """Return how it ended."""
+        admitted = self.admitted_s if self.admitted_s is not None else now_s
+        first = self.first_token_s if self.first_token_s is not None else now_s
+        return Completion(
+            prompt_uid=self.request.prompt_uid,
+            sample_index=self.request.sample_index,
+            attempt=self.request.attempt,
+            tokens=tuple(self.records),
+            text=text,
+            finish_reason=reason,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            provenance=Provenance(
+                seed=self.request.seed,
+                host=host,
+                fingerprint=fingerprint,
+                drafter_versions=drafter_versions,
+                rounds=self.rounds,
+                drafted=self.drafted,
+                accepted=self.accepted,
+                verified_rows=self.verified_rows,
+                queued_s=admitted - self.added_s,
+                prefill_s=first - admitted,
+                decode_s=now_s - first,
+                preemptions=self.preemptions,
+            ),
+        )

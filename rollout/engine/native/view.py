@@ -1,0 +1,92 @@
+"""What the native engine shows a drafter of itself: live weights, and forwards over its own KV pages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from controller.types import VerifyMode
+from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
+from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.scheduler import Scheduler
+from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.target import Chooser
+from rollout.seeds import round_seed
+
+DRAFT_STREAM = 1
+"""Noise stream of draft sampling in block and token mode, where drafts must not share the target's noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """The engine's parts a draft forward reads. One object, shared by reference, never copied."""
+
+    decoder: Decoder
+    storage: KVStorage
+    scheduler: Scheduler
+    chooser: Chooser
+    verify: VerifyMode
+
+
+def noise_seed(sequence: LiveSequence, verify: VerifyMode) -> int | None:
+    """Return the seed that replaces the request's own, or None.
+
+    Coupled noise belongs to the position alone. In block and token mode a rejected draft's noise has been
+    looked at, so drawing that position again needs fresh noise: the round is part of the key.
+    """
+    return None if verify == "coupled" else round_seed(sequence.request.seed, sequence.rounds)
+
+
+class NativePolicyView:
+    """Implements ``drafters.types.PolicyView`` on the native engine."""
+
+    def __init__(self, state: EngineState, *, policy_version: int) -> None:
+        self._state = state
+        self.policy_version = policy_version
+        self.vocab_size = state.decoder.spec.vocab_size
+        self.compiled = state.decoder.compiled
+
+    def linears(self) -> Iterator[LinearWeight]:
+        """Yield every linear of the body, then the head."""
+        return self._state.decoder.linears()
+
+    def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> DraftModel:
+        """Return a forward with other linears over the policy's KV pages."""
+        return NativeDraftModel(self._state, self._state.decoder.with_linears(linears))
+
+
+class NativeDraftModel:
+    """One row per sequence beyond the frontier; verification rewrites every position it wrote."""
+
+    def __init__(self, state: EngineState, decoder: Decoder) -> None:
+        self._state = state
+        self.decoder = decoder
+
+    def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
+        """Implements ``drafters.types.DraftModel.step``."""
+        state = self._state
+        sequences = [state.scheduler.running[r.key] for r in requests]
+        tokens = [d[-1] if d else r.tokens[-1] for r, d in zip(requests, drafts, strict=True)]
+        positions = [len(r.tokens) - 1 + len(d) for r, d in zip(requests, drafts, strict=True)]
+        batch = RowBatch(
+            token_ids_M=torch.tensor(tokens, dtype=torch.int32),
+            positions_M=torch.tensor(positions, dtype=torch.int32),
+            table_M=torch.tensor([s.slot for s in sequences], dtype=torch.int32),
+            page_table_SP=torch.from_numpy(state.scheduler.page_table),
+            head_rows_R=torch.arange(len(tokens), dtype=torch.int32),
+        )
+        logits_RV = self.decoder.forward(batch, state.storage).logits_RV
+        rows = [
+            s.target_row(list(d), round_seed=noise_seed(s, state.verify))
+            for s, d in zip(sequences, drafts, strict=True)
+        ]
+        coupled = state.verify == "coupled"
+        stream = 0 if coupled else DRAFT_STREAM
+        choices = state.chooser.choose(logits_RV, rows, stream=stream, logprobs=False)
+        if not all(c.finite for c in choices):
+            raise DraftError("the drafter's logits are not finite")
+        probs_RV = None if coupled else state.chooser.probs(logits_RV, rows)
+        return DraftStep(
+            tokens=[c.token for c in choices], probs=None if probs_RV is None else list(probs_RV)
+        )
