@@ -1,0 +1,1 @@
+"""The jobs behind the commands: run, calibrate, verify, bench, report."""

@@ -1,0 +1,156 @@
+"""Settings of a whole job. Imports nothing heavy; every default is the component's own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from controller.config import ControllerConfig
+from drafters.config import DrafterConfig
+from rollout.config import EngineConfig, PolicyConfig, ServiceConfig, TrackerConfig
+from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrateConfig:
+    """What ``taildraft calibrate`` does beside measuring."""
+
+    out: str | None = None
+    """Also write the calibration here, as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig:
+    """How much ``taildraft verify`` compares."""
+
+    out: str | None = None
+    """Write the verdict and every comparison here, as JSON."""
+
+    cut: bool = False
+    """The short version: fewer requests, batches and draft lengths, one host."""
+
+    requests: int = 64
+    batches: tuple[int, ...] = (1, 4, 32)
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    drafters: tuple[str, ...] = ()
+    """Empty: all that ``drafter.names`` lists."""
+
+    hosts: tuple[int, ...] = (1, 2)
+    max_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        _all_positive("verify", requests=self.requests, max_tokens=self.max_tokens)
+        _all_positive("verify", **{f"batches[{i}]": b for i, b in enumerate(self.batches)})
+        _all_positive("verify", **{f"gammas[{i}]": g for i, g in enumerate(self.gammas)})
+        _all_positive("verify", **{f"hosts[{i}]": h for i, h in enumerate(self.hosts)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """What ``taildraft bench`` measures."""
+
+    workload: Literal["drain", "steps", "peers", "fixed"] = "drain"
+    """``drain``: a batch runs empty; ``fixed``: equal lengths at each of ``batches``; ``steps``: trainer
+    steps; ``peers``: other engines replay our lengths."""
+
+    out: str | None = None
+    """Write the results here, as JSON."""
+
+    arms: tuple[str, ...] = ()
+    """Empty: all of the workload."""
+
+    laws: tuple[Literal["natural", "trace"], ...] = ("trace", "natural")
+    """``natural``: to the end-of-sequence id; ``trace``: seeded lognormal lengths."""
+
+    grids: tuple[Literal["on", "off"], ...] = ("on", "off")
+    """``on``: the policy as it is; ``off``: moved off its 4-bit grid (``policy.offgrid``)."""
+
+    prompts: int = 32
+    cap_tokens: int = 1024
+    """No row gets more new tokens than this."""
+
+    trace_median_tokens: float = 80.0
+    trace_sigma: float = 1.1
+    """Of the logarithm of the length."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    fixed_tokens: int = 128
+    """New tokens of every row in ``fixed``."""
+
+    min_pairs: int = 3
+    max_pairs: int = 40
+    margin_frac: float = 0.1
+    """Pairs are added until the 90% interval of a ratio is narrower than half of this."""
+
+    limit_s: float = 0.0
+    """Start no new pair after this many seconds; 0: no limit."""
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _all_positive(
+            "bench",
+            prompts=self.prompts,
+            cap_tokens=self.cap_tokens,
+            fixed_tokens=self.fixed_tokens,
+            trace_median_tokens=self.trace_median_tokens,
+            trace_sigma=self.trace_sigma,
+            min_pairs=self.min_pairs,
+            margin_frac=self.margin_frac,
+        )
+        _all_positive("bench", **{f"batches[{i}]": b for i, b in enumerate(self.batches)})
+        if self.max_pairs < self.min_pairs:
+            raise ConfigError(
+                f"bench.max_pairs must be >= min_pairs ({self.min_pairs}), got {self.max_pairs}"
+            )
+        if self.limit_s < 0 or self.temperature < 0:
+            raise ConfigError("bench.limit_s and bench.temperature must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig:
+    """What ``taildraft report`` reads and writes."""
+
+    runs: tuple[str, ...] = ()
+    """Run folders; empty: the newest under ``outputs``."""
+
+    out: str | None = None
+    """The HTML file; None: ``report.html`` in the (first) run folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """Everything one command needs. Its parts are checked where they are defined."""
+
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """Checked by the trainer bridge, which defines it; likewise ``trainer``."""
+
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    seed: int = 0
+    """Of the whole job: every sample's seed follows from it."""
+
+    output_dir: str | None = None
+    """The run's folder. None: a fresh one under ``outputs``; an existing run's folder: it is resumed.
+    Jobs always see the folder that was opened, as an absolute path."""
+
+    run_id: str | None = None
+    """Names the run at every tracker. None: the folder's own."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
+
+
+def _all_positive(section: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"{section}.{name} must be > 0, got {value}")
