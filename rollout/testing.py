@@ -5,6 +5,8 @@ distributions they give are neither flat nor one-hot, whatever the family.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +14,30 @@ from torch import Tensor
 from rollout.engine.native.families import default_inverse_frequencies, tables_of
 from rollout.engine.native.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 TINY_POSITIONS = 256
 TINY_THETA = 10000.0
+PAD_ID = 0
 EOS_ID = 1
 """End of sequence in every tiny policy and in the character tokenizer."""
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=?."
+"""What the character tokenizer knows, from id 3 on; the rest is ``<unk>``."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] + ' ' + message['content'] + '. ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+)
+"""Role initial, content, full stop: all of it characters the tokenizer knows."""
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 
 _BASE = ModelSpec(
     family="llama",
@@ -64,7 +86,7 @@ def tiny_policy(
     layers: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TinyPolicy:
-    """Return a random policy of one of ``SPECS``; the same seed gives the same weights, rounded to ``dtype``."""
+    """Return a random policy of one of ``SPECS``; same seed, same weights, rounded to ``dtype``."""
     spec = replace(SPECS[family], vocab_size=vocab, layers=layers)
     tables = tables_of(
         default_inverse_frequencies(head_dim=spec.head_dim, theta=TINY_THETA), positions=spec.max_positions
@@ -108,3 +130,66 @@ def _random_state(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     if not spec.tie_embeddings:
         state["lm_head.weight"] = normal(spec.vocab_size, hidden, std=2.0 * hidden**-0.5)
     return state
+
+
+def tiny_config(spec: ModelSpec) -> "PretrainedConfig":
+    """Return the transformers config of a tiny policy."""
+    from transformers import AutoConfig
+
+    settings: dict[str, object] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.query_heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": TINY_THETA},
+        "pad_token_id": PAD_ID,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+    }
+    if spec.family == "mistral":
+        settings["sliding_window"] = spec.sliding_window
+    return AutoConfig.for_model(spec.family, **settings)
+
+
+def char_tokenizer(vocab: int = 48) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer of single characters with a chat template, for ``vocab`` ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", "<unk>", *CHARACTERS]
+    if vocab < len(names):
+        raise ValueError(f"the character tokenizer has {len(names)} tokens, more than {vocab}")
+    names += [f"<unused{i}>" for i in range(vocab - len(names))]
+    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tiny_folder(
+    path: Path, family: str = "llama", *, seed: int = 0, vocab: int = 48, layers: int = 2
+) -> TinyPolicy:
+    """Write a policy as a Hugging Face folder (config, weights, tokenizer) and return what was written."""
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig
+
+    policy = tiny_policy(seed, vocab, family, layers)
+    path.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(policy.spec)
+    config.architectures = [ARCHITECTURES[policy.spec.family]]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(path)
+    save_file(policy.state, path / "model.safetensors", metadata={"format": "pt"})
+    char_tokenizer(vocab).save_pretrained(path)
+    GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID).save_pretrained(path)
+    return policy

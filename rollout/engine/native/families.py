@@ -6,10 +6,38 @@ No weights here, and transformers is not imported: a config is only read.
 Shapes: P positions, H half of the head dimension.
 """
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from rollout.engine.native.spec import ModelSpec
+from rollout.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+"""Values of ``model_type`` that are computed. SmolLM2 is a ``llama``."""
+
+FOREIGN_FEATURES = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "no_rope_layers",
+    "attention_chunk_size",
+    "quantization_config",
+)
+"""Settings other architectures put beside the ones read here; any that is set changes the forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +46,119 @@ class RopeTables:
 
     cos_PH: Tensor
     sin_PH: Tensor
+
+
+def load_spec(config: "PretrainedConfig") -> ModelSpec:
+    """Return the shape of a model. Raises ``UnsupportedError`` naming every setting not computed."""
+    family = config.model_type
+    if family not in FAMILIES:
+        raise UnsupportedError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    problems = _foreign_settings(config, head_dim)
+    window = _sliding_window(config, problems)
+    _rope_problems(config, problems)
+    if problems:
+        raise UnsupportedError(f"{family} config: {'; '.join(problems)}")
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    return ModelSpec(
+        family=family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        norm_eps=config.rms_norm_eps,
+        max_positions=config.max_position_embeddings,
+        tie_embeddings=bool(config.tie_word_embeddings),
+        eos_ids=eos_ids_of(config.eos_token_id),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        sliding_window=window,
+    )
+
+
+def eos_ids_of(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return end-of-sequence ids from any of the forms configs write them in."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(int(v) for v in value)
+
+
+def _foreign_settings(config: "PretrainedConfig", head_dim: int) -> list[str]:
+    """Return what in ``config`` would change the forward beyond what is computed."""
+    problems = []
+    for name in FOREIGN_FEATURES:
+        value = getattr(config, name, None)
+        if value is not None and value != 1.0:
+            problems.append(f"{name}={value!r} is not supported")
+    if config.hidden_act != "silu":
+        problems.append(f"hidden_act={config.hidden_act!r} is not supported, only 'silu'")
+    if head_dim % 2:
+        problems.append(f"head_dim={head_dim} is odd")
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            f"num_attention_heads={config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}"
+        )
+    return problems
+
+
+def _sliding_window(config: "PretrainedConfig", problems: list[str]) -> int | None:
+    """Return the one window all layers have; layers that differ are a problem."""
+    window: int | None = getattr(config, "sliding_window", None)
+    if config.model_type == "llama":
+        # Llama has no window; a stray setting that transformers would ignore is ignored as well.
+        window = None
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return window
+    kinds = set(layer_types)
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"}:
+        problems.append(f"layers differ in attention: layer_types has {', '.join(sorted(kinds))}")
+    return window
+
+
+def _rope_settings(config: "PretrainedConfig") -> Mapping[str, Any]:
+    settings: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
+    return settings or {}
+
+
+def _rope_problems(config: "PretrainedConfig", problems: list[str]) -> None:
+    settings = _rope_settings(config)
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        problems.append("rope_parameters that differ by layer are not supported")
+        return
+    kind = settings.get("rope_type", "default")
+    if kind not in _SCALINGS:
+        problems.append(f"rope_type={kind!r} is not one of {', '.join(_SCALINGS)}")
+    if (settings.get("partial_rotary_factor") or 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported")
+    if settings.get("rope_theta") is None:
+        problems.append("rope_parameters has no rope_theta")
+
+
+def rope_tables(
+    config: "PretrainedConfig", positions: int, *, dtype: torch.dtype = torch.float32
+) -> RopeTables:
+    """Return the rotary tables of positions 0..positions-1, equal to transformers' float32 ones.
+
+    Raises ``UnsupportedError`` for a scaling that is not computed.
+    """
+    problems: list[str] = []
+    _rope_problems(config, problems)
+    if problems:
+        raise UnsupportedError("; ".join(problems))
+    settings = _rope_settings(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain_H = default_inverse_frequencies(head_dim=head_dim, theta=float(settings["rope_theta"]))
+    scaled_H = _SCALINGS[settings.get("rope_type", "default")](plain_H, settings)
+    return tables_of(scaled_H, positions=positions, dtype=dtype)
 
 
 def default_inverse_frequencies(*, head_dim: int, theta: float) -> Tensor:
@@ -37,3 +178,31 @@ def tables_of(
     positions_P = torch.arange(positions, dtype=torch.float32)
     angles_PH = positions_P[:, None] * inverse_frequencies_H.to(torch.float32)[None, :]
     return RopeTables(cos_PH=angles_PH.cos().to(dtype), sin_PH=angles_PH.sin().to(dtype))
+
+
+def _unscaled(plain_H: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    return plain_H
+
+
+def _linear(plain_H: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    return plain_H / float(settings["factor"])
+
+
+def _llama3(plain_H: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Slow waves are stretched by ``factor``, fast ones kept, those between blended (Llama 3.1)."""
+    factor = settings["factor"]
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    trained = settings["original_max_position_embeddings"]
+    wavelength_H = 2 * math.pi / plain_H
+    # The blend divides the kept wave by ``factor`` in float32 in this order: transformers' last bit.
+    share_H = (trained / wavelength_H - low) / (high - low)
+    blended_H = (1 - share_H) * plain_H / factor + share_H * plain_H
+    slow_H, fast_H = wavelength_H > trained / low, wavelength_H < trained / high
+    return torch.where(slow_H, plain_H / factor, torch.where(fast_H, plain_H, blended_H))
+
+
+_SCALINGS: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+}

@@ -28,7 +28,7 @@ class ModelSpec:
     """RMS norm per head on queries and keys (Qwen3)."""
 
     sliding_window: int | None = None
-    """Keys further back than this many positions are not read; None: all."""
+    """A row at position p reads keys p - sliding_window + 1 to p, its own included; None: 0 to p."""
 
     loops: int = 1
     """Passes of the shared block; 1 for an ordinary decoder."""

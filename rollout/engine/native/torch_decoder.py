@@ -1,0 +1,266 @@
+"""The policy's forward in torch: reference, fallback where no compiler is, and the CUDA path.
+
+``exact`` computes every row alone: its norms, linears, activations and attention have shapes given by
+the model and the row's position, so its bits cannot depend on the batch. It is slow, and in float64
+it is what every other forward is tested against. ``fast`` computes the batch at once and promises no
+bits; it takes a CUDA device, where it has not been run.
+
+Norms and rotations are computed in at least float32. Shapes: M rows, R head rows, D hidden size,
+H head dimension, N KV heads, G query heads per KV head, K in features, V vocabulary, P positions.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.types import LinearWeight, QuantizedLinear
+from rollout.engine.native import prepacked
+from rollout.engine.native.decoder import ForwardResult, KVStorage
+from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.spec import ModelSpec
+from rollout.engine.native.torch_attention import (
+    AttentionPlan,
+    TorchKV,
+    attend_groups,
+    attend_row,
+    plan_attention,
+)
+from rollout.engine.native.torch_weights import TorchWeights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class TorchLinear:
+    """One linear of the live policy; ``rows`` is the live buffer itself, not a copy."""
+
+    name: str
+    out_features: int
+    in_features: int
+    weight_NK: Tensor
+
+    def rows(self) -> Tensor:
+        """Return the weight as an (N, K) tensor."""
+        return self.weight_NK
+
+    @property
+    def panels(self) -> Tensor | None:
+        """None: there is no panel layout here."""
+        return None
+
+
+class TorchDecoder:
+    """A ``Decoder`` in plain torch. Weights are zero until ``load``."""
+
+    compiled = False
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        cos_PH: Tensor,
+        sin_PH: Tensor,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        exact: bool,
+    ) -> None:
+        if cos_PH.shape != sin_PH.shape or cos_PH.shape[1] * 2 != spec.head_dim:
+            raise ValueError(
+                f"rotary tables {tuple(cos_PH.shape)} and {tuple(sin_PH.shape)} "
+                f"do not fit head_dim {spec.head_dim}"
+            )
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self.row_invariant = exact
+        if self.device.type != "cpu":
+            log.warning("the torch decoder on %s has not been run on that hardware", self.device.type)
+        self.weights = TorchWeights(spec, dtype=dtype, device=self.device)
+        self._accurate = dtype if dtype.itemsize >= 4 else torch.float32
+        self._cos_PH = cos_PH.to(self.device, self._accurate)
+        self._sin_PH = sin_PH.to(self.device, self._accurate)
+        self._replaced: dict[str, QuantizedLinear] = {}
+        self._packed: dict[str, prepacked.PrepackedLinear] = {}
+
+    def new_storage(self, pages: int) -> KVStorage:
+        """Return zeroed KV memory for ``pages`` pages."""
+        return TorchKV(self.spec, pages=pages, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copy a checked state dict into the buffers. Decoders made by ``with_linears`` see it too."""
+        self.weights.load(state)
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and prepacked.supported():
+            for name, weight_NK in self.weights.linears.items():
+                if name in self._packed:
+                    self._packed[name].load(weight_NK)
+                else:
+                    self._packed[name] = prepacked.PrepackedLinear(weight_NK)
+
+    def linears(self) -> Iterator[LinearWeight]:
+        """Yield ``layers.{i}.qkv|o|gate_up|down`` in order, then ``head``."""
+        for name, weight_NK in self.weights.linears.items():
+            out_features, in_features = weight_NK.shape
+            yield TorchLinear(
+                name=name, out_features=out_features, in_features=in_features, weight_NK=weight_NK
+            )
+
+    def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> "TorchDecoder":
+        """Return a decoder with these linears; those not named, and all else, stay this policy's own."""
+        for name, linear in linears.items():
+            if name not in self.weights.linears:
+                raise ValueError(f"there is no linear {name!r} to replace")
+            shape = tuple(self.weights.linears[name].shape)
+            if (linear.out_features, linear.in_features) != shape:
+                raise ValueError(
+                    f"{name}: {(linear.out_features, linear.in_features)} cannot replace {shape}"
+                )
+        other = copy.copy(self)
+        other._replaced = {**self._replaced, **linears}
+        return other
+
+    @torch.no_grad()
+    def forward(
+        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+    ) -> ForwardResult:
+        """Embed, run the block ``loops`` times (all by default), write KV, return logits of the head rows."""
+        loops = range(self.spec.loops) if loops is None else loops
+        wanted = self._check_taps(taps, loops)
+        plan = self._plan(batch)
+        kept: dict[str, Tensor] = {}
+        hidden_MD = self.embed(batch.token_ids_M)
+        if "embed" in wanted:
+            kept["embed"] = hidden_MD.clone()
+        for loop in loops:
+            for layer in range(self.spec.layers):
+                hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=layer)
+                for name in (f"loop.{loop}.layer.{layer}", f"layer.{layer}"):
+                    if name in wanted and (name.startswith("loop") or loop == loops[-1]):
+                        kept[name] = hidden_MD.clone()
+        if "final" in wanted:
+            kept["final"] = torch.cat([self._final_norm(x_MD) for x_MD in self._parts(hidden_MD)])
+        logits_RV = self.head(hidden_MD[batch.head_rows_R.long().to(self.device)])
+        return ForwardResult(logits_RV=logits_RV, taps=kept)
+
+    @torch.no_grad()
+    def embed(self, token_ids_M: Tensor) -> Tensor:
+        """Return the input hidden states (M, hidden)."""
+        return self.weights.embedding_VD[token_ids_M.long().to(self.device)]
+
+    @torch.no_grad()
+    def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
+        """Run all layers once on KV planes of ``loop`` and return the residual stream (M, hidden)."""
+        if loop not in range(self.spec.loops):
+            raise ValueError(f"loop {loop} is outside 0..{self.spec.loops - 1}")
+        plan = self._plan(batch)
+        for layer in range(self.spec.layers):
+            hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=layer)
+        return hidden_MD
+
+    @torch.no_grad()
+    def head(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits (R, vocab) of hidden states, final norm included; float32, or float64 in float64."""
+        if hidden_RD.shape[0] == 0:
+            return hidden_RD.new_empty((0, self.spec.vocab_size), dtype=self._accurate)
+        parts = [self._linear("head", self._final_norm(x_RD)) for x_RD in self._parts(hidden_RD)]
+        return torch.cat(parts).to(self._accurate)
+
+    def _check_taps(self, taps: Sequence[str], loops: range) -> set[str]:
+        layers = range(self.spec.layers)
+        known = {"embed", "final", *(f"layer.{i}" for i in layers)}
+        known |= {f"loop.{t}.layer.{i}" for t in loops for i in layers}
+        unknown = sorted(set(taps) - known)
+        if unknown:
+            raise ValueError(f"no such taps in this forward: {', '.join(unknown)}")
+        if not loops or not set(loops) <= set(range(self.spec.loops)):
+            raise ValueError(f"{loops} does not lie in 0..{self.spec.loops - 1}")
+        return set(taps)
+
+    def _plan(self, batch: RowBatch) -> AttentionPlan:
+        return plan_attention(
+            batch, window=self.spec.sliding_window, exact=self.row_invariant, device=self.device
+        )
+
+    def _parts(self, x_MD: Tensor) -> list[Tensor]:
+        """Return what is computed in one go: every row alone, freshly allocated, or all rows."""
+        if not self.row_invariant:
+            return [x_MD]
+        # A fresh tensor has the allocator's alignment; a slice has its row's, and that may pick
+        # another code path inside a matrix product.
+        return [x_MD[m : m + 1].clone() for m in range(x_MD.shape[0])]
+
+    def _layer(
+        self, hidden_MD: Tensor, plan: AttentionPlan, kv: KVStorage, *, loop: int, layer: int
+    ) -> Tensor:
+        """Return the residual stream after one layer; its keys and values are written on the way."""
+        if not isinstance(kv, TorchKV):
+            raise TypeError(f"the torch decoder cannot read {type(kv).__name__}")
+        plane = loop * self.spec.layers + layer
+        keys_XNH, values_XNH = kv.keys[plane], kv.values[plane]
+        parts = self._parts(hidden_MD)
+        starts = range(0, hidden_MD.shape[0], parts[0].shape[0]) if parts else ()
+        queries = []
+        for start, x_MD in zip(starts, parts, strict=True):
+            mine = slice(start, start + x_MD.shape[0])
+            query_MNGH, key_MNH, value_MNH = self._qkv(layer, x_MD, plan.positions_M[mine])
+            keys_XNH[plan.write_slots_M[mine]] = key_MNH
+            values_XNH[plan.write_slots_M[mine]] = value_MNH
+            queries.append(query_MNGH)
+        # All keys of the batch are written before any row reads: rows may stand in any order.
+        out = []
+        for index, (x_MD, query_MNGH) in enumerate(zip(parts, queries, strict=True)):
+            if self.row_invariant:
+                slots_T = plan.read_slots[index]
+                attended = attend_row(query_MNGH[0].contiguous(), keys_XNH, values_XNH, slots_T)
+            else:
+                attended = attend_groups(query_MNGH, keys_XNH, values_XNH, plan.groups)
+            out.append(self._after_attention(layer, x_MD, attended.reshape(x_MD.shape[0], -1)))
+        return torch.cat(out) if out else hidden_MD
+
+    def _qkv(self, layer: int, x_MD: Tensor, positions_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries (M, N, G, H), rotated keys and values (M, N, H)."""
+        spec, weights = self.spec, self.weights
+        normed_MD = self._norm(x_MD, weights.norms[f"layers.{layer}.input"])
+        fused = self._linear(f"layers.{layer}.qkv", normed_MD).view(x_MD.shape[0], -1, spec.head_dim)
+        keys_from, values_from = spec.query_heads, spec.query_heads + spec.kv_heads
+        query_MQH = fused[:, :keys_from]
+        key_MNH, value_MNH = fused[:, keys_from:values_from], fused[:, values_from:]
+        if spec.qk_norm:
+            query_MQH = self._norm(query_MQH, weights.norms[f"layers.{layer}.q"])
+            key_MNH = self._norm(key_MNH, weights.norms[f"layers.{layer}.k"])
+        query_MQH = self._rotate(query_MQH, positions_M)
+        grouped = query_MQH.view(-1, spec.kv_heads, spec.group_size, spec.head_dim)
+        return grouped, self._rotate(key_MNH, positions_M), value_MNH
+
+    def _after_attention(self, layer: int, x_MD: Tensor, attended_MK: Tensor) -> Tensor:
+        x_MD = x_MD + self._linear(f"layers.{layer}.o", attended_MK)
+        normed_MD = self._norm(x_MD, self.weights.norms[f"layers.{layer}.post"])
+        gate_MI, up_MI = self._linear(f"layers.{layer}.gate_up", normed_MD).chunk(2, dim=-1)
+        return x_MD + self._linear(f"layers.{layer}.down", F.silu(gate_MI) * up_MI)
+
+    def _linear(self, name: str, x_MK: Tensor) -> Tensor:
+        if name in self._replaced:
+            y_MN = self._replaced[name].apply(x_MK)
+        elif name in self._packed:
+            y_MN = self._packed[name].apply(x_MK)
+        else:
+            y_MN = F.linear(x_MK, self.weights.linears[name])
+        bias_N = self.weights.biases.get(name)
+        return y_MN if bias_N is None else y_MN + bias_N
+
+    def _final_norm(self, x_MD: Tensor) -> Tensor:
+        return self._norm(x_MD, self.weights.norms["final"])
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        accurate = x.to(self._accurate)
+        scale = torch.rsqrt(accurate.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
+        return weight * (accurate * scale).to(self.dtype)
+
+    def _rotate(self, x_MNH: Tensor, positions_M: Tensor) -> Tensor:
+        cos, sin = self._cos_PH[positions_M][:, None], self._sin_PH[positions_M][:, None]
+        first, second = x_MNH.to(self._accurate).chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return turned.to(self.dtype)
