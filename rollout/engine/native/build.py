@@ -81,7 +81,8 @@ def _decoder(
     fits = config.device == "cpu" and config.dtype == "bfloat16"
     if config.decoder == "compiled" and (unavailable or not fits):
         raise ConfigError(
-            f"engine.decoder=compiled needs device=cpu, dtype=bfloat16 and a compiler: {unavailable or config}"
+            "engine.decoder=compiled needs device=cpu, dtype=bfloat16 and a C++ compiler, got "
+            f"{config.device}, {config.dtype}: {unavailable or 'compiler found'}"
         )
     if fits and unavailable is None:
         compiled = CompiledDecoder(spec, cos_PH=cos_PH, sin_PH=sin_PH, threads=threads)
@@ -109,9 +110,7 @@ def _numerics(decoder: Decoder, config: EngineConfig) -> bool:
         return False
     passed = is_row_invariant(decoder)
     if config.numerics == "exact" and not passed:
-        raise ConfigError(
-            "engine.numerics=exact: the start-up self-check found rows that change with their batch"
-        )
+        raise ConfigError("engine.numerics=exact: the self-check found rows that change with their batch")
     if config.numerics == "auto":
         log.info("engine.numerics: auto -> %s", "exact" if passed else "fast")
     return passed

@@ -34,9 +34,7 @@ def admit_request(
     prompt = request.prompt_ids
     params = request.params
     if live is not None:
-        raise DuplicateRequestError(
-            f"request {request.key} is already running (attempt {live.request.attempt})"
-        )
+        raise DuplicateRequestError(f"request {request.key} already runs (attempt {live.request.attempt})")
     if not prompt:
         raise EmptyPromptError(f"request {request.key} has an empty prompt")
     outside = [t for t in (*prompt, *request.prefix_ids) if not 0 <= t < spec.vocab_size]
@@ -44,9 +42,7 @@ def admit_request(
         raise TokenRangeError(f"ids {outside[:5]} are outside the vocabulary 0..{spec.vocab_size - 1}")
     room = context_limit - len(prompt)
     if room < 1:
-        raise PromptTooLongError(
-            f"prompt of {len(prompt)} tokens leaves no room in a context of {context_limit}"
-        )
+        raise PromptTooLongError(f"a prompt of {len(prompt)} leaves no room in a context of {context_limit}")
     if params.stop and not has_tokenizer:
         raise SamplingParamsError("stop strings need a policy with a tokenizer")
     named = [*params.logit_bias, *params.stop_ids]

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -77,9 +77,19 @@ class Drafting:
             slot.drafter.rebuild(self._view)
         except DraftError as error:
             slot.enabled, slot.last_error = False, str(error)
-            log.error("drafter %s cannot be built and is off: %s", slot.drafter.name, error)
+            log.warning("ALARM drafter %s cannot be built and is off: %s", slot.drafter.name, error)
         slot.build_s = time.perf_counter() - started
         slot.rebuilds += 1
+
+    def ready(self, request: DraftRequest) -> dict[str, int]:
+        """Return, per drafter that can tell without drafting, how many draft tokens it has."""
+        out: dict[str, int] = {}
+        for name, slot in self.slots.items():
+            if slot.enabled:
+                count = slot.drafter.ready(replace(request, gamma=min(request.gamma, slot.drafter.max_gamma)))
+                if count is not None:
+                    out[name] = count
+        return out
 
     def propose(self, name: str, requests: Sequence[DraftRequest]) -> tuple[dict[int, Drafted], DraftCost]:
         """Return checked drafts by sequence key, and what they cost."""
@@ -122,10 +132,11 @@ class Drafting:
         return drafted
 
     def _failed(self, slot: DrafterSlot, error: DraftError) -> None:
+        name = slot.drafter.name
         slot.failures += 1
         slot.failures_in_a_row += 1
         slot.last_error = str(error)
-        log.warning("drafter %s failed, this round decodes plainly: %s", slot.drafter.name, error)
+        log.warning("drafter %s failed, this round decodes plainly: %s", name, error)
         if slot.failures_in_a_row == self._failure_limit:
             log.warning(
                 "drafter %s failed %d times in a row: rebuilding", slot.drafter.name, self._failure_limit
@@ -133,7 +144,7 @@ class Drafting:
             self._rebuild(slot)
         elif slot.failures_in_a_row >= 2 * self._failure_limit:
             slot.enabled = False
-            log.error("drafter %s still fails after a rebuild and is off", slot.drafter.name)
+            log.warning("ALARM drafter %s still fails after a rebuild and is off", name)
 
     def gauges(self) -> Mapping[str, float]:
         """Return loggable numbers per drafter."""

@@ -1,22 +1,18 @@
 """The native engine: a round drafts, verifies and commits once for everything that runs.
 
-``run_round`` is the whole story; each line of it is one method below. The engine decides nothing about
-speculation (the plan does), owns no thread and knows no Ray.
+``run_round`` is the whole story: each of its lines is one function of ``work``, ``judging`` or
+``committer``. The engine decides nothing about speculation (the plan does), owns no thread, knows no Ray.
 """
 
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from controller.types import (
-    AR,
     POLICY,
-    Assignment,
-    DraftCost,
     EngineTraits,
     InFlight,
     PartShape,
@@ -24,52 +20,31 @@ from controller.types import (
     RoundLoad,
     RoundPlan,
     SequenceLoad,
-    SequenceOutcome,
 )
-from drafters.types import DraftRequest
 from rollout.config import EngineConfig
-from rollout.engine.native.commit import Detokenizer, commit_token, final_text
-from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.commit import Detokenizer
+from rollout.engine.native.committer import Committed, Committer
+from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.door import admit_request
-from rollout.engine.native.drafting import Drafted, Drafting
-from rollout.engine.native.judging import Judge, Verdict
+from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.judging import Judge
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
-from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.scheduler import PromptChunk, Scheduler
-from rollout.engine.native.sequence import LiveSequence, Phase
+from rollout.engine.native.rows import PAGE_TOKENS
+from rollout.engine.native.scheduler import Scheduler
+from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
-from rollout.engine.protocol import Emission, RoundOutcome, UpdateManifest
+from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
+from rollout.engine.protocol import RoundOutcome, UpdateManifest
 from rollout.engine.target import Chooser
-from rollout.errors import AbortedError, NoProgressError, NumericError, UnsupportedError, WeightUpdateError
+from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
 from rollout.policy.weights import WeightStage
-from rollout.types import Completion, FinishReason, Request
+from rollout.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
 IN_FLIGHT: tuple[InFlight, ...] = ("drain", "abort", "recompute", "keep")
-
-
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """What one round computes: prompt chunks first, then each decoding sequence with its drafts."""
-
-    chunks: list[PromptChunk]
-    decoding: list[LiveSequence]
-    assignments: dict[int, Assignment]
-    drafted: dict[int, Drafted] = field(default_factory=dict)
-    costs: list[DraftCost] = field(default_factory=list)
-    context_tokens: int = 0
-
-    def drafts_of(self, sequence: LiveSequence) -> Drafted:
-        """Return the drafts to verify for ``sequence``; empty when it decodes plainly."""
-        return self.drafted.get(sequence.key) or Drafted()
-
-    @property
-    def choosing(self) -> list[LiveSequence]:
-        """Sequences that get at least one token, in the order of their head rows."""
-        return [c.sequence for c in self.chunks if c.completes] + self.decoding
 
 
 class NativeEngine:
@@ -93,36 +68,40 @@ class NativeEngine:
         self.host = host
         self._config = config
         self._decoder = decoder
-        self._chooser = chooser
         self._drafting = drafting
         self._detokenizer = detokenizer
         self._description = decoder_description
-        self._numerics = "exact" if numerics_exact else "fast"
+        self._exact = numerics_exact
         self._context_limit = min(config.max_context_tokens, decoder.spec.max_positions)
-        pages = self._pool_pages()
-        self._storage: KVStorage = decoder.new_storage(pages)
+        pages = _pool_pages(config, decoder, self._context_limit)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_pages_per_sequence=pages_for(self._context_limit),
             pool=PagePool(pages),
             prefix_cache=config.prefix_cache,
         )
-        state = EngineState(
+        self._state = EngineState(
             decoder=decoder,
-            storage=self._storage,
+            storage=decoder.new_storage(pages),
             scheduler=self._scheduler,
             chooser=chooser,
             verify=config.verify,
         )
-        self._state = state
         self._judge = Judge(chooser, config.verify)
+        self.fingerprint = self._fingerprint(weights_checksum)
+        self._committer = Committer(
+            self._scheduler,
+            drafting,
+            detokenizer=detokenizer,
+            host=host,
+            fingerprint=lambda: self.fingerprint,
+        )
         self._stage: WeightStage | None = None
         self._update_mode: InFlight = "drain"
         self._update_s = 0.0
         self._next_key = 0
         self._round_index = 0
-        self.fingerprint = self._fingerprint(weights_checksum)
-        drafting.rebuild_all(NativePolicyView(state, policy_version=policy_version))
+        drafting.rebuild_all(NativePolicyView(self._state, policy_version=policy_version))
 
     # ---- what it can do -------------------------------------------------------------------------
 
@@ -134,7 +113,7 @@ class NativeEngine:
             verify_modes=("coupled", "block", "token"),
             gamma_per_sequence=True,
             drafters=self._drafting.traits(),
-            numerics="exact" if self._numerics == "exact" else "fast",
+            numerics="exact" if self._exact else "fast",
             in_flight=IN_FLIGHT,
             max_batch=self._config.max_batch,
             max_context_tokens=self._context_limit,
@@ -144,24 +123,19 @@ class NativeEngine:
         """Return the cost shapes of the policy and of each drafter."""
         spec = self._decoder.spec
         params = spec.body_linear_params * spec.loops + spec.head_params
-        kv_bytes = 2 * spec.planes * spec.kv_heads * spec.head_dim * 2
-        attention_flops = 4.0 * spec.planes * spec.query_heads * spec.head_dim
 
-        def shape(name: str, weight_bytes: int, rows: int) -> PartShape:
+        def shape(name: str, weight_bytes: int) -> PartShape:
             return PartShape(
                 name=name,
                 weight_bytes=weight_bytes,
                 flops_per_row=2.0 * params,
-                kv_bytes_per_token=kv_bytes,
-                flops_per_context_token=attention_flops,
-                rows_per_draft_token=rows,
+                kv_bytes_per_token=_kv_bytes_per_token(self._decoder),
+                flops_per_context_token=4.0 * spec.planes * spec.query_heads * spec.head_dim,
+                rows_per_draft_token=1 if weight_bytes else 0,
             )
 
-        shapes = {POLICY: shape(POLICY, 2 * params, 1)}
-        for name, slot in self._drafting.slots.items():
-            weight_bytes = slot.drafter.weight_bytes
-            shapes[name] = shape(name, weight_bytes, 1 if weight_bytes else 0)
-        return shapes
+        drafters = {n: shape(n, s.drafter.weight_bytes) for n, s in self._drafting.slots.items()}
+        return {POLICY: shape(POLICY, 2 * params), **drafters}
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -185,7 +159,7 @@ class NativeEngine:
         sequence = self._scheduler.find(key)
         if sequence is None:
             return None
-        return self._end(sequence, "aborted", AbortedError(reason or "aborted by the caller"))
+        return self._committer.end(sequence, "aborted", AbortedError(reason or "aborted by the caller"))
 
     @property
     def busy(self) -> bool:
@@ -210,19 +184,13 @@ class NativeEngine:
         )
 
     def _sequence_load(self, sequence: LiveSequence) -> SequenceLoad:
-        ready: dict[str, int] = {}
-        for name, slot in self._drafting.slots.items():
-            if slot.enabled:
-                gamma = min(slot.drafter.max_gamma, max(0, sequence.remaining_tokens - 1))
-                count = slot.drafter.ready(_draft_request(sequence, gamma))
-                if count is not None:
-                    ready[name] = count
+        useful = max(0, sequence.remaining_tokens - 1)
         return SequenceLoad(
             key=sequence.key,
             context_tokens=len(sequence.tokens),
             generated_tokens=sequence.new_tokens,
             remaining_tokens=sequence.remaining_tokens,
-            history_match_tokens=ready,
+            history_match_tokens=self._drafting.ready(draft_request(sequence, useful)),
         )
 
     # ---- the round ------------------------------------------------------------------------------
@@ -230,210 +198,43 @@ class NativeEngine:
     def run_round(self, plan: RoundPlan) -> RoundOutcome:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
         started = time.perf_counter()
-        work = self._reserve(plan)
-        self._draft(work)
+        work = reserve_work(self._scheduler, plan, chunk_tokens=self._config.prefill_chunk_tokens)
+        draft_work(work, self._drafting)
         drafted = time.perf_counter()
         logits_RV = self._forward(work)
-        verdicts = self._judge.judge(work.choosing, work.drafts_of, logits_RV)
+        verdicts = self._judge.judge(work, logits_RV)
         verified = time.perf_counter()
-        outcome = self._commit(work, verdicts)
+        committed = self._committer.commit(work, verdicts, policy_version=self.policy_version)
         done = time.perf_counter()
-        facts = self._facts(work, outcome, times=(started, drafted, verified, done))
+        facts = self._facts(work, committed, (started, drafted, verified, done))
         self._round_index += 1
         return RoundOutcome(
-            facts=facts, emissions=tuple(outcome.emissions), completions=tuple(outcome.completions)
+            facts=facts, emissions=tuple(committed.emissions), completions=tuple(committed.completions)
         )
-
-    def _reserve(self, plan: RoundPlan) -> Work:
-        """Take the pages this round needs. Drafts are optional: they give way before anyone is preempted."""
-        assignments: dict[int, Assignment] = {}
-        for sequence in self._scheduler.decoding():
-            if sequence.phase is not Phase.DECODE:
-                continue  # preempted by an elder while this loop ran
-            wanted = plan.of(sequence.key)
-            gamma = min(wanted.gamma, sequence.remaining_tokens - 1)
-            length = len(sequence.tokens)
-            if gamma > 0 and not self._scheduler.reserve(sequence, length + gamma, may_preempt=False):
-                gamma = 0
-            if not self._scheduler.reserve(sequence, length, may_preempt=True):
-                self._scheduler.preempt(sequence)
-                continue
-            assignments[sequence.key] = (
-                Assignment(drafter=wanted.drafter, gamma=gamma)
-                if gamma > 0
-                else Assignment(drafter=AR, gamma=0)
-            )
-        decoding = [s for s in self._scheduler.decoding() if s.key in assignments]
-        chunks = self._scheduler.chunks(self._config.prefill_chunk_tokens)
-        return Work(chunks=chunks, decoding=decoding, assignments=assignments)
-
-    def _draft(self, work: Work) -> None:
-        """Ask each assigned drafter once. With gamma 0 everywhere no drafter runs at all."""
-        by_drafter: dict[str, list[DraftRequest]] = {}
-        for sequence in work.decoding:
-            assignment = work.assignments[sequence.key]
-            if assignment.gamma > 0:
-                request = _draft_request(sequence, assignment.gamma)
-                by_drafter.setdefault(assignment.drafter, []).append(request)
-        for name, requests in by_drafter.items():
-            drafted, cost = self._drafting.propose(name, requests)
-            work.drafted.update(drafted)
-            work.costs.append(cost)
 
     def _forward(self, work: Work) -> Tensor:
-        """Compute prompt chunks and every draft in one pass of the policy; logits in ``choosing`` order."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        tables: list[int] = []
-        heads: list[int] = []
-        for chunk in work.chunks:
-            sequence = chunk.sequence
-            tokens += sequence.tokens[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            tables += [sequence.slot] * (chunk.end - chunk.start)
-            if chunk.completes:
-                heads.append(len(tokens) - 1)
-        for sequence in work.decoding:
-            drafts = work.drafts_of(sequence).tokens
-            start = len(sequence.tokens) - 1
-            heads += range(len(tokens), len(tokens) + 1 + len(drafts))
-            tokens.append(sequence.tokens[-1])
-            tokens += drafts
-            positions += range(start, start + 1 + len(drafts))
-            tables += [sequence.slot] * (1 + len(drafts))
-        if not tokens:
+        """Compute prompt chunks, last tokens and drafts in one pass of the policy."""
+        if not work.chunks and not work.decoding:
             return torch.empty(0, self._decoder.spec.vocab_size)
-        work.context_tokens = sum(positions) + len(positions)
-        batch = RowBatch(
-            token_ids_M=torch.tensor(tokens, dtype=torch.int32),
-            positions_M=torch.tensor(positions, dtype=torch.int32),
-            table_M=torch.tensor(tables, dtype=torch.int32),
-            page_table_SP=torch.from_numpy(self._scheduler.page_table),
-            head_rows_R=torch.tensor(heads, dtype=torch.int32),
-        )
-        return self._decoder.forward(batch, self._storage).logits_RV
-
-    def _commit(self, work: Work, verdicts: list[Verdict]) -> "_Committed":
-        """Hand every verified token to ``commit_token``, one by one, and move the frontiers."""
-        outcome = _Committed()
-        for chunk in work.chunks:
-            chunk.sequence.frontier = chunk.end
-            self._scheduler.publish(chunk.sequence, self.policy_version)
-        decoding = {s.key for s in work.decoding}
-        for sequence, verdict in zip(work.choosing, verdicts, strict=True):
-            if sequence.key in decoding:
-                self._commit_decoded(sequence, verdict, work, outcome)
-            else:
-                sequence.phase = Phase.DECODE
-                sequence.first_token_s = time.monotonic()
-                self._commit_tokens(sequence, verdict, AR, outcome)
-        if work.decoding and not (outcome.emissions or outcome.completions):
-            raise NoProgressError(
-                f"round {self._round_index} decoded {len(work.decoding)} and committed nothing"
-            )
-        return outcome
-
-    def _commit_decoded(
-        self, sequence: LiveSequence, verdict: Verdict, work: Work, outcome: "_Committed"
-    ) -> None:
-        drafts = work.drafts_of(sequence).tokens
-        drafter = work.assignments[sequence.key].drafter if drafts else AR
-        context = len(sequence.tokens)
-        sequence.rounds += 1
-        sequence.drafted += len(drafts)
-        sequence.verified_rows += 1 + len(drafts)
-        committed = self._commit_tokens(sequence, verdict, drafter, outcome)
-        accepted = sum(
-            1 for r in sequence.records[len(sequence.records) - committed :] if r.origin == "accepted"
-        )
-        sequence.accepted += accepted
-        outcome.sequences.append(
-            SequenceOutcome(
-                key=sequence.key,
-                drafter=drafter,
-                gamma=len(drafts),
-                accepted=accepted,
-                committed=committed,
-                context_tokens=context,
-                censored=committed < len(verdict.tokens),
-                finished=sequence.phase is Phase.OVER,
-            )
-        )
-
-    def _commit_tokens(
-        self, sequence: LiveSequence, verdict: Verdict, drafter: str, outcome: "_Committed"
-    ) -> int:
-        """Commit until something ends the sequence; return how many tokens were committed."""
-        first = sequence.new_tokens
-        reason: FinishReason | None = None
-        error: Exception | None = None
-        for choice, origin in verdict.tokens:
-            if not choice.finite:
-                reason = "failed"
-                error = NumericError(f"the policy's logits at position {len(sequence.tokens)} are not finite")
-                break
-            reason = commit_token(
-                sequence,
-                choice,
-                origin=origin,
-                drafter=drafter,
-                policy_version=self.policy_version,
-                detokenizer=self._detokenizer,
-            )
-            if reason is not None:
-                break
-        committed = sequence.new_tokens - first
-        if committed:
-            sequence.frontier = len(sequence.tokens) - 1
-            outcome.emissions.append(
-                Emission(
-                    key=sequence.request.key,
-                    attempt=sequence.request.attempt,
-                    first_index=first,
-                    tokens=tuple(sequence.records[-committed:]),
-                )
-            )
-            self._tell_drafters(sequence, finished=reason in ("stop", "length"))
-        if reason is not None:
-            outcome.completions.append(self._end(sequence, reason, error))
-        return committed
-
-    def _tell_drafters(self, sequence: LiveSequence, *, finished: bool) -> None:
-        request = _draft_request(sequence, 0)
-        for slot in self._drafting.slots.values():
-            slot.drafter.committed(request, finished=finished)
-
-    def _end(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
-        self._scheduler.remove(sequence)
-        for slot in self._drafting.slots.values():
-            slot.drafter.forget(sequence.key)
-        return sequence.completion(
-            reason=reason,
-            error=error,
-            text=final_text(sequence, self._detokenizer),
-            host=self.host,
-            fingerprint=self.fingerprint,
-            drafter_versions={n: s.drafter.drafter_version for n, s in self._drafting.slots.items()},
-            now_s=time.monotonic(),
-        )
+        return self._decoder.forward(row_batch(work, self._scheduler), self._state.storage).logits_RV
 
     def _facts(
-        self, work: Work, outcome: "_Committed", *, times: tuple[float, float, float, float]
+        self, work: Work, committed: Committed, times: tuple[float, float, float, float]
     ) -> RoundFacts:
         started, drafted, verified, done = times
         return RoundFacts(
             round_index=self._round_index,
             policy_version=self.policy_version,
             batch=len(work.decoding),
-            prefill_rows=sum(c.end - c.start for c in work.chunks),
-            verify_rows=sum(1 + len(work.drafts_of(s).tokens) for s in work.decoding),
+            prefill_rows=work.prefill_rows,
+            verify_rows=work.verify_rows,
             context_tokens=work.context_tokens,
             draft_s=drafted - started,
             verify_s=verified - drafted,
             commit_s=done - verified,
             total_s=done - started,
             drafts=tuple(work.costs),
-            outcomes=tuple(outcome.sequences),
+            outcomes=tuple(committed.sequences),
         )
 
     # ---- weights --------------------------------------------------------------------------------
@@ -452,27 +253,6 @@ class NativeEngine:
         """Take one bucket of the open update."""
         self._open_stage().add(tensors)
 
-    def commit_update(self) -> int:
-        """Check, switch, clear caches of the old version, rebuild drafters; return the live version."""
-        stage = self._open_stage()
-        if self._update_mode == "drain" and self._scheduler.running:
-            raise WeightUpdateError(f"{self.running} sequences still run and in_flight=drain waits for them")
-        started = time.perf_counter()
-        try:
-            state = stage.finish()
-        except WeightUpdateError:
-            self.discard_update()
-            raise
-        self._decoder.load(state)
-        self._close_update()
-        self.policy_version = stage.manifest.version
-        self.fingerprint = self._fingerprint(stage.manifest.checksum)
-        self._scheduler.prefix.clear()
-        self._drafting.rebuild_all(NativePolicyView(self._state, policy_version=self.policy_version))
-        self._update_s = time.perf_counter() - started
-        log.info("policy version %d is live (%.2f s)", self.policy_version, self._update_s)
-        return self.policy_version
-
     def settle_running(self) -> list[Completion]:
         """Do to running sequences what the open update's mode asks, before it is committed.
 
@@ -483,28 +263,50 @@ class NativeEngine:
         running = list(self._scheduler.running.values())
         if self._update_mode == "abort":
             error = AbortedError("ended by a weight update with in_flight=abort")
-            return [self._end(s, "aborted", error) for s in running]
+            return [self._committer.end(s, "aborted", error) for s in running]
         if self._update_mode == "recompute":
             for sequence in reversed(running):
                 self._scheduler.preempt(sequence)
         return []
 
+    def commit_update(self) -> int:
+        """Check, switch, clear caches of the old version, rebuild drafters; return the live version.
+
+        Nothing can fail after the check, so an update is live whole or not at all.
+        """
+        stage = self._open_stage()
+        if self._update_mode == "drain" and self._scheduler.running:
+            raise WeightUpdateError(f"{self.running} sequences still run and in_flight=drain waits for them")
+        started = time.perf_counter()
+        try:
+            state = stage.finish()
+        finally:
+            self.discard_update()
+        self._decoder.load(state)
+        self.policy_version = stage.manifest.version
+        self.fingerprint = self._fingerprint(stage.manifest.checksum)
+        self._scheduler.prefix.clear()
+        self._drafting.rebuild_all(NativePolicyView(self._state, policy_version=self.policy_version))
+        self._update_s = time.perf_counter() - started
+        log.info("policy version %d is live (%.2f s)", self.policy_version, self._update_s)
+        return self.policy_version
+
     def discard_update(self) -> None:
-        """Drop an open update; the live version is untouched."""
-        self._close_update()
+        """Close an open update; the live version is untouched."""
+        self._stage = None
+        self._scheduler.admitting = True
 
     def _open_stage(self) -> WeightStage:
         if self._stage is None:
             raise WeightUpdateError("no update is open: begin_update comes first")
         return self._stage
 
-    def _close_update(self) -> None:
-        self._stage = None
-        self._scheduler.admitting = True
-
     def _fingerprint(self, weights: str) -> str:
         return fingerprint(
-            decoder=self._description, numerics=self._numerics, verify=self._config.verify, weights=weights
+            decoder=self._description,
+            numerics="exact" if self._exact else "fast",
+            verify=self._config.verify,
+            weights=weights,
         )
 
     # ---- the rest -------------------------------------------------------------------------------
@@ -530,7 +332,7 @@ class NativeEngine:
         assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
         return time_forward(
             self._decoder_of(part),
-            self._storage,
+            self._state.storage,
             self._scheduler.pool,
             rows=rows,
             context_tokens=context_tokens,
@@ -552,28 +354,15 @@ class NativeEngine:
             self._scheduler.remove(sequence)
         self._scheduler.prefix.clear()
 
-    def _pool_pages(self) -> int:
-        wanted = self._config.kv_tokens or self._config.max_batch * self._context_limit
-        spec = self._decoder.spec
-        bytes_per_token = 2 * spec.planes * spec.kv_heads * spec.head_dim * 2
-        capped = wanted if self._config.kv_tokens else min(wanted, self._config.kv_bytes // bytes_per_token)
-        return max(1, pages_for(capped))
+
+def _kv_bytes_per_token(decoder: Decoder) -> int:
+    """Bytes of keys and values one token takes over all planes, at two bytes a number."""
+    spec = decoder.spec
+    return 2 * spec.planes * spec.kv_heads * spec.head_dim * 2
 
 
-@dataclass(kw_only=True, slots=True)
-class _Committed:
-    """What a round's commits produced."""
-
-    emissions: list[Emission] = field(default_factory=list)
-    completions: list[Completion] = field(default_factory=list)
-    sequences: list[SequenceOutcome] = field(default_factory=list)
-
-
-def _draft_request(sequence: LiveSequence, gamma: int) -> DraftRequest:
-    return DraftRequest(
-        key=sequence.key,
-        tokens=sequence.tokens,
-        prompt_tokens=sequence.prompt_tokens,
-        gamma=gamma,
-        prompt_uid=sequence.request.prompt_uid,
-    )
+def _pool_pages(config: EngineConfig, decoder: Decoder, context_limit: int) -> int:
+    if config.kv_tokens:
+        return pages_for(config.kv_tokens)
+    wanted = config.max_batch * pages_for(context_limit)
+    return max(1, min(wanted, config.kv_bytes // (_kv_bytes_per_token(decoder) * PAGE_TOKENS)))

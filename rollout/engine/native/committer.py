@@ -1,0 +1,149 @@
+"""Turns verdicts into committed tokens, emissions and completions; ends sequences."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from controller.types import AR, SequenceOutcome
+from rollout.engine.native.commit import Detokenizer, commit_token, final_text
+from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.judging import Verdict
+from rollout.engine.native.scheduler import Scheduler
+from rollout.engine.native.sequence import LiveSequence, Phase
+from rollout.engine.native.work import Work, draft_request
+from rollout.engine.protocol import Emission
+from rollout.errors import NoProgressError, NumericError
+from rollout.types import Completion, FinishReason
+
+
+@dataclass(kw_only=True, slots=True)
+class Committed:
+    """What a round's commits produced."""
+
+    emissions: list[Emission] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    sequences: list[SequenceOutcome] = field(default_factory=list)
+
+
+class Committer:
+    """The only writer of sequences' tokens and frontiers."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        *,
+        detokenizer: Detokenizer | None,
+        host: str,
+        fingerprint: Callable[[], str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._detokenizer = detokenizer
+        self._host = host
+        self._fingerprint = fingerprint
+
+    def commit(self, work: Work, verdicts: list[Verdict], *, policy_version: int) -> Committed:
+        """Hand every verified token to ``commit_token``, one by one, and move the frontiers.
+
+        Raises ``NoProgressError`` when sequences decoded and nothing came of it.
+        """
+        out = Committed()
+        for chunk in work.chunks:
+            chunk.sequence.frontier = chunk.end
+            self._scheduler.publish(chunk.sequence, policy_version)
+        decoding = {s.key for s in work.decoding}
+        for sequence, verdict in zip(work.choosing, verdicts, strict=True):
+            if sequence.key in decoding:
+                self._commit_decoded(sequence, verdict, work, out, policy_version)
+            else:
+                sequence.phase = Phase.DECODE
+                if sequence.first_token_s is None:
+                    sequence.first_token_s = time.monotonic()
+                self._commit_tokens(sequence, verdict, AR, out, policy_version)
+        if work.decoding and not (out.emissions or out.completions):
+            raise NoProgressError(f"a round of {len(work.decoding)} decoding sequences committed nothing")
+        return out
+
+    def _commit_decoded(
+        self, sequence: LiveSequence, verdict: Verdict, work: Work, out: Committed, policy_version: int
+    ) -> None:
+        drafts = work.drafts_of(sequence).tokens
+        drafter = work.assignments[sequence.key].drafter if drafts else AR
+        context = len(sequence.tokens)
+        sequence.rounds += 1
+        sequence.drafted += len(drafts)
+        sequence.verified_rows += 1 + len(drafts)
+        committed = self._commit_tokens(sequence, verdict, drafter, out, policy_version)
+        accepted = sum(origin == "accepted" for _, origin in verdict.tokens[:committed])
+        sequence.accepted += accepted
+        out.sequences.append(
+            SequenceOutcome(
+                key=sequence.key,
+                drafter=drafter,
+                gamma=len(drafts),
+                accepted=accepted,
+                committed=committed,
+                context_tokens=context,
+                censored=committed < len(verdict.tokens),
+                finished=sequence.phase is Phase.OVER,
+            )
+        )
+
+    def _commit_tokens(
+        self, sequence: LiveSequence, verdict: Verdict, drafter: str, out: Committed, policy_version: int
+    ) -> int:
+        """Commit until something ends the sequence; return how many tokens were committed."""
+        first = sequence.new_tokens
+        reason: FinishReason | None = None
+        error: Exception | None = None
+        for choice, origin in verdict.tokens:
+            if not choice.finite:
+                reason = "failed"
+                error = NumericError(f"the policy's logits at position {len(sequence.tokens)} are not finite")
+                break
+            reason = commit_token(
+                sequence,
+                choice,
+                origin=origin,
+                drafter=drafter,
+                policy_version=policy_version,
+                detokenizer=self._detokenizer,
+            )
+            if reason is not None:
+                break
+        committed = sequence.new_tokens - first
+        if committed:
+            sequence.frontier = len(sequence.tokens) - 1
+            self._announce(sequence, committed, out, finished=reason in ("stop", "length"))
+        if reason is not None:
+            out.completions.append(self.end(sequence, reason, error))
+        return committed
+
+    def _announce(self, sequence: LiveSequence, committed: int, out: Committed, *, finished: bool) -> None:
+        out.emissions.append(
+            Emission(
+                key=sequence.request.key,
+                attempt=sequence.request.attempt,
+                first_index=sequence.new_tokens - committed,
+                tokens=tuple(sequence.records[-committed:]),
+            )
+        )
+        request = draft_request(sequence, 0)
+        for slot in self._drafting.slots.values():
+            slot.drafter.committed(request, finished=finished)
+
+    def end(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
+        """Take a sequence out of the engine and return how it ended."""
+        self._scheduler.remove(sequence)
+        for slot in self._drafting.slots.values():
+            slot.drafter.forget(sequence.key)
+        return sequence.completion(
+            reason=reason,
+            error=error,
+            text=final_text(sequence, self._detokenizer),
+            host=self._host,
+            fingerprint=self._fingerprint(),
+            drafter_versions={n: s.drafter.drafter_version for n, s in self._drafting.slots.items()},
+            now_s=time.monotonic(),
+        )

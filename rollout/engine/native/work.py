@@ -1,0 +1,125 @@
+"""What one round computes, and the rows of its single forward."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from controller.types import AR, AR_ASSIGNMENT, Assignment, DraftCost, RoundPlan
+from drafters.types import DraftRequest
+from rollout.engine.native.drafting import Drafted, Drafting
+from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.scheduler import PromptChunk, Scheduler
+from rollout.engine.native.sequence import LiveSequence, Phase
+
+
+@dataclass(kw_only=True, slots=True)
+class Work:
+    """Prompt chunks first, then each decoding sequence with its drafts."""
+
+    chunks: list[PromptChunk]
+    decoding: list[LiveSequence]
+    assignments: dict[int, Assignment]
+    drafted: dict[int, Drafted] = field(default_factory=dict)
+    costs: list[DraftCost] = field(default_factory=list)
+    context_tokens: int = 0
+    """Read by all rows of the policy's forward."""
+
+    def drafts_of(self, sequence: LiveSequence) -> Drafted:
+        """Return the drafts to verify for ``sequence``; empty when it decodes plainly."""
+        return self.drafted.get(sequence.key) or Drafted()
+
+    @property
+    def choosing(self) -> list[LiveSequence]:
+        """Sequences that get at least one token, in the order of their head rows."""
+        return [c.sequence for c in self.chunks if c.completes] + self.decoding
+
+    @property
+    def prefill_rows(self) -> int:
+        """Prompt rows."""
+        return sum(c.end - c.start for c in self.chunks)
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows of decoding sequences."""
+        return sum(1 + len(self.drafts_of(s).tokens) for s in self.decoding)
+
+
+def reserve_work(scheduler: Scheduler, plan: RoundPlan, *, chunk_tokens: int) -> Work:
+    """Take the pages a round needs. Drafts are optional: they give way before anyone is preempted."""
+    assignments: dict[int, Assignment] = {}
+    for sequence in scheduler.decoding():
+        if sequence.phase is not Phase.DECODE:
+            continue  # preempted by an elder earlier in this loop
+        wanted = plan.of(sequence.key)
+        length = len(sequence.tokens)
+        # The target's own choice follows the drafts, so the last allowed token is never worth a draft.
+        gamma = min(wanted.gamma, sequence.remaining_tokens - 1)
+        if gamma > 0 and not scheduler.reserve(sequence, length + gamma, may_preempt=False):
+            gamma = 0
+        if not scheduler.reserve(sequence, length, may_preempt=True):
+            scheduler.preempt(sequence)
+            continue
+        drafts = gamma > 0
+        assignments[sequence.key] = (
+            Assignment(drafter=wanted.drafter, gamma=gamma) if drafts else AR_ASSIGNMENT
+        )
+    return Work(
+        chunks=scheduler.chunks(chunk_tokens),
+        decoding=[s for s in scheduler.decoding() if s.key in assignments],
+        assignments=assignments,
+    )
+
+
+def draft_work(work: Work, drafting: Drafting) -> None:
+    """Ask each assigned drafter once. With gamma 0 everywhere no drafter runs at all."""
+    by_drafter: dict[str, list[DraftRequest]] = {}
+    for sequence in work.decoding:
+        assignment = work.assignments[sequence.key]
+        if assignment.drafter != AR:
+            request = draft_request(sequence, assignment.gamma)
+            by_drafter.setdefault(assignment.drafter, []).append(request)
+    for name, requests in by_drafter.items():
+        drafted, cost = drafting.propose(name, requests)
+        work.drafted.update(drafted)
+        work.costs.append(cost)
+
+
+def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:
+    """Return the rows of the round's forward; head rows stand in ``work.choosing`` order."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    tables: list[int] = []
+    heads: list[int] = []
+    for chunk in work.chunks:
+        tokens += chunk.sequence.tokens[chunk.start : chunk.end]
+        positions += range(chunk.start, chunk.end)
+        tables += [chunk.sequence.slot] * (chunk.end - chunk.start)
+        if chunk.completes:
+            heads.append(len(tokens) - 1)
+    for sequence in work.decoding:
+        drafts = work.drafts_of(sequence).tokens
+        start = len(sequence.tokens) - 1
+        heads += range(len(tokens), len(tokens) + 1 + len(drafts))
+        tokens.append(sequence.tokens[-1])
+        tokens += drafts
+        positions += range(start, start + 1 + len(drafts))
+        tables += [sequence.slot] * (1 + len(drafts))
+    work.context_tokens = sum(positions) + len(positions)
+    return RowBatch(
+        token_ids_M=torch.tensor(tokens, dtype=torch.int32),
+        positions_M=torch.tensor(positions, dtype=torch.int32),
+        table_M=torch.tensor(tables, dtype=torch.int32),
+        page_table_SP=torch.from_numpy(scheduler.page_table),
+        head_rows_R=torch.tensor(heads, dtype=torch.int32),
+    )
+
+
+def draft_request(sequence: LiveSequence, gamma: int) -> DraftRequest:
+    """Return what a drafter may know of ``sequence``."""
+    return DraftRequest(
+        key=sequence.key,
+        tokens=sequence.tokens,
+        prompt_tokens=sequence.prompt_tokens,
+        gamma=gamma,
+        prompt_uid=sequence.request.prompt_uid,
+    )
