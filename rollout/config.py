@@ -83,11 +83,39 @@ class ServiceConfig:
     """Times one request is sent before it fails with ``HostLostError``."""
 
     call_timeout_s: float = 60.0
+    """A host that leaves a control call unanswered for so long counts as dead."""
+
     object_store_bytes: int = 1 << 30
+    name: str = "rollout-service"
+    """The service's name in the cluster, by which another process connects to it."""
+
+    start_timeout_s: float = 600.0
+    """A host that is not ready after so long is an error: missing resources, or a broken start."""
+
+    stall_timeout_s: float = 300.0
+    """A host whose round runs longer than this counts as dead."""
+
+    health_every_s: float = 1.0
+    flush_s: float = 0.02
+    """A host gathers tokens for so long before it sends them: one message costs half a millisecond."""
+
+    max_in_flight_per_host: int = 0
+    """Requests a host may hold, waiting ones included; 0: twice the engine's ``max_batch``."""
+
+    allow_other_numerics: bool = False
+    """Re-run a lost request on a host of another numerics fingerprint, labelled as such, instead of
+    failing it; also lets hosts of different fingerprints serve together."""
 
     def __post_init__(self) -> None:
-        if self.hosts < 1:
-            raise ConfigError(f"service.hosts must be >= 1, got {self.hosts}")
+        for name in ("hosts", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"service.{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("threads_per_host", "max_restarts", "flush_s", "max_in_flight_per_host"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"service.{name} must be >= 0, got {getattr(self, name)}")
+        for name in ("call_timeout_s", "start_timeout_s", "stall_timeout_s", "health_every_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"service.{name} must be > 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

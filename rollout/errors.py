@@ -26,7 +26,7 @@ class SamplingParamsError(RequestError):
 
 
 class DuplicateRequestError(RequestError):
-    """A live or delivered request already has this (uid, sample index, attempt)."""
+    """A live request already has this (uid, sample index), in this attempt or a later one."""
 
 
 class NumericError(RequestError):
@@ -39,6 +39,10 @@ class DeadlineError(RequestError):
 
 class AbortedError(RequestError):
     """The caller, or a weight update with ``in_flight=abort``, ended the request."""
+
+
+class EngineCrashError(RequestError):
+    """The engine failed in a round this request lived through; the tokens returned with it are good."""
 
 
 class HostLostError(RequestError):

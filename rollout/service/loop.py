@@ -1,0 +1,435 @@
+"""One thread that owns an engine and its controller: commands in, rounds run, events out.
+
+Everything that touches the engine happens here, at a round boundary: requests are added and aborted,
+weights are staged and switched, deadlines end. Callers on other threads post commands and get futures.
+Knows no Ray and no asyncio.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from controller.types import InFlight, RoundFacts, RoundLoad, RoundPlan
+from rollout.engine.protocol import Engine, UpdateManifest
+from rollout.errors import (
+    DeadlineError,
+    DuplicateRequestError,
+    EngineCrashError,
+    NoProgressError,
+    RequestError,
+    RolloutError,
+    UnsupportedError,
+    WeightUpdateError,
+)
+from rollout.service.inbox import Inbox
+from rollout.service.live import Key, LiveRequests
+from rollout.service.records import HostEvents, LoopState, LoopStatus, RoundRecord
+from rollout.types import Request
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.5
+"""Longest sleep of an idle loop. Commands wake it at once; this only bounds how stale its status gets."""
+
+GAUGES_EVERY_S = 0.2
+"""Gauges are read at most this often: they are for people and trackers, and rounds can take a millisecond."""
+
+T = TypeVar("T")
+
+
+class RoundController(Protocol):
+    """Decides rounds: see the ``controller`` package."""
+
+    def decide(self, load: RoundLoad, now_s: float) -> RoundPlan:
+        """Return how the next round decodes."""
+        ...
+
+    def observe(self, facts: RoundFacts) -> None:
+        """Hear what the round did and took."""
+        ...
+
+    def policy_changed(self, version: int) -> None:
+        """Hear that other weights are live."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return loggable numbers."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its KV memory back while nothing runs."""
+
+    def sleep(self) -> None:
+        """Free the KV memory."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again, empty."""
+        ...
+
+
+NextTurn = Literal["round", "wait", "stuck"]
+
+
+def next_turn(load: RoundLoad, *, halted: bool, admitting: bool) -> NextTurn:
+    """Return what a loop with this load does: ``stuck`` is a bug of the engine, never a state to wait in."""
+    if halted:
+        return "wait"
+    if load.sequences or load.prefill_tokens:
+        return "round"
+    return "stuck" if load.waiting and admitting else "wait"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Update:
+    """An open weight update."""
+
+    in_flight: InFlight
+    drained: Future[None] | None = None
+    """Resolved once nothing runs; set when somebody waits for it."""
+
+
+class EngineLoop:
+    """Runs rounds while there is work. ``turn`` is one round boundary and at most one round."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        controller: RoundController,
+        *,
+        host: str,
+        deliver: Callable[[HostEvents], None],
+        clock: Callable[[], float] = time.monotonic,
+        record_limit: int = 4096,
+    ) -> None:
+        self.engine, self.controller, self.host = engine, controller, host
+        self._deliver, self._clock = deliver, clock
+        self._inbox = Inbox()
+        self._live = LiveRequests()
+        self._update: _Update | None = None
+        self._paused = self._asleep = self._closed = False
+        self._error: str | None = None
+        self._crash_told = False
+        self._rounds = 0
+        self._records: deque[RoundRecord] = deque(maxlen=record_limit)
+        self._records_dropped = 0
+        self._round_started_s: float | None = None
+        self._gauges: dict[str, float] = {}
+        self._gauges_at_s = float("-inf")
+        self._publish()
+
+    # ---- from any thread --------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[Request]) -> Future[None]:
+        """Queue requests; a refused one comes back as a failed completion, the others are untouched."""
+        return self._post(lambda: self._add(requests))
+
+    def abort(self, keys: Iterable[Key] | None, reason: str) -> Future[int]:
+        """End requests (None: all) with what they have; resolves to how many were still alive."""
+        wanted = None if keys is None else list(keys)
+        return self._post(lambda: self._abort(wanted, reason))
+
+    def begin_update(self, manifest: UpdateManifest, in_flight: InFlight) -> Future[None]:
+        """Open a weight update."""
+        return self._post(lambda: self._begin_update(manifest, in_flight))
+
+    def stage(self, tensors: Sequence[tuple[str, Tensor]]) -> Future[None]:
+        """Take one bucket of the open update; rounds go on between buckets."""
+        return self._post(lambda: self._stage(tensors))
+
+    def drained(self) -> Future[None]:
+        """Resolves when the open update may be committed: at once, or when ``drain`` has nothing running."""
+        waiting: Future[None] = Future()
+
+        def refuse(posted: Future[None]) -> None:
+            error = posted.exception()
+            if error is not None:
+                waiting.set_exception(error)
+
+        self._post(lambda: self._wait_drained(waiting)).add_done_callback(refuse)
+        return waiting
+
+    def commit_update(self) -> Future[int]:
+        """Switch to the staged weights between two rounds; resolves to the version now live."""
+        return self._post(self._commit_update)
+
+    def discard_update(self) -> Future[None]:
+        """Drop the open update, if any. Idempotent."""
+        return self._post(self._discard_update)
+
+    def pause(self) -> Future[None]:
+        """Run no round until ``resume``; requests keep what they have. Idempotent."""
+        return self._post(lambda: self._set_paused(True))
+
+    def resume(self) -> Future[None]:
+        """Undo ``pause``. Idempotent."""
+        return self._post(lambda: self._set_paused(False))
+
+    def sleep(self) -> Future[None]:
+        """Free the KV memory; refused while requests are alive. Raises ``UnsupportedError``."""
+        return self._post(self._sleep)
+
+    def wake(self) -> Future[None]:
+        """Undo ``sleep``. Idempotent."""
+        return self._post(self._wake)
+
+    def close(self) -> Future[None]:
+        """End the loop and the engine; what is alive ends as aborted."""
+        return self._post(self._close)
+
+    def status(self) -> LoopStatus:
+        """Return the state as of the last round boundary, without waiting for the next one."""
+        started_s = self._round_started_s
+        in_round_s = 0.0 if started_s is None else max(0.0, self._clock() - started_s)
+        return replace(self._status, in_round_s=in_round_s)
+
+    def take_records(self) -> list[RoundRecord]:
+        """Return the round records since the last call; each is handed out once."""
+        taken: list[RoundRecord] = []
+        while True:
+            try:
+                taken.append(self._records.popleft())
+            except IndexError:
+                return taken
+
+    # ---- the turn ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Turn until closed. The thread that calls this owns the engine."""
+        ran = True
+        while not self._closed:
+            ran = self.turn(wait_s=0.0 if ran else self._idle_wait_s())
+
+    def turn(self, *, wait_s: float = 0.0) -> bool:
+        """Take commands (waiting up to ``wait_s`` for the first), run at most one round, tell what happened.
+
+        Returns whether a round ran.
+        """
+        self._inbox.run(wait_s=wait_s)
+        ran = False
+        if self._error is None and not self._closed:
+            try:
+                ran = self._advance()
+            except Exception as error:
+                log.exception("host %s: the engine failed in round %d", self.host, self._rounds)
+                self._crash(error)
+        self._round_started_s = None
+        self._publish()
+        self._tell()
+        return ran
+
+    def _advance(self) -> bool:
+        """End what is overdue, answer who waits for a drain, and run a round if there is one to run."""
+        now_s = self._clock()
+        self._expire(now_s)
+        self._tell_drained()
+        if not self.engine.busy:
+            return False
+        load = self.engine.load()
+        draining = self._update is not None and self._update.in_flight == "drain"
+        turn = next_turn(load, halted=self._paused or self._asleep, admitting=not draining)
+        if turn == "stuck":
+            raise NoProgressError(f"{load.waiting} requests wait, nothing runs, and none is admitted")
+        if turn == "round":
+            self._round(load, now_s)
+            self._tell_drained()
+        return turn == "round"
+
+    def _round(self, load: RoundLoad, now_s: float) -> None:
+        plan = self.controller.decide(load, now_s=now_s)
+        self._round_started_s = now_s
+        outcome = self.engine.run_round(plan)
+        self.controller.observe(outcome.facts)
+        self._rounds += 1
+        self._records_dropped += len(self._records) == self._records.maxlen
+        self._records.append(
+            RoundRecord(host=self.host, at_s=now_s, load=load, plan=plan, facts=outcome.facts)
+        )
+        for emission in outcome.emissions:
+            self._live.emit(emission)
+        for completion in outcome.completions:
+            self._live.end(completion)
+        if load.sequences and not outcome.facts.committed and not outcome.completions:
+            raise NoProgressError(
+                f"round {load.round_index} committed nothing for {len(load.sequences)} sequences"
+            )
+
+    def _post(self, action: Callable[[], T]) -> Future[T]:
+        def guarded() -> T:
+            try:
+                result = action()
+            except RolloutError:
+                raise
+            except Exception as error:
+                # Anything else leaves the engine in a state nobody knows.
+                log.exception("host %s: a command failed", self.host)
+                self._crash(error)
+                raise EngineCrashError(f"{type(error).__name__}: {error}") from error
+            self._publish()  # who waits for a command sees what it changed
+            return result
+
+        return self._inbox.post(guarded)
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            try:
+                if self._error is not None:
+                    raise EngineCrashError(self._error)
+                if request.key in self._live:
+                    raise DuplicateRequestError(f"request {request.key} is alive on host {self.host}")
+                self.engine.add(request)
+            except RequestError as error:
+                self._live.refuse(request, error)
+            else:
+                self._live.open(request, now_s=self._clock())
+
+    def _abort(self, keys: Sequence[Key] | None, reason: str) -> int:
+        wanted = self._live.keys if keys is None else keys
+        ended = [c for key in wanted if (c := self.engine.abort(key, reason=reason)) is not None]
+        for completion in ended:
+            self._live.end(completion)
+        return len(ended)
+
+    def _expire(self, now_s: float) -> None:
+        for request in self._live.expired(now_s):
+            completion = self.engine.abort(request.key, reason="deadline")
+            assert completion is not None, f"{request.key} is alive here and unknown to the engine"
+            error = DeadlineError(f"{request.deadline_s} s passed")
+            self._live.end(replace(completion, error=f"{type(error).__name__}: {error}"))
+
+    # ---- weights ----------------------------------------------------------------------------------
+
+    def _begin_update(self, manifest: UpdateManifest, in_flight: InFlight) -> None:
+        if self._error is not None:
+            raise WeightUpdateError(f"the engine crashed: {self._error}")
+        offered = self.engine.traits.in_flight
+        if in_flight not in offered:
+            raise UnsupportedError(f"in_flight={in_flight!r}: this engine offers {', '.join(offered)}")
+        self.engine.begin_update(manifest, in_flight=in_flight)
+        self._update = _Update(in_flight=in_flight)
+
+    def _open_update(self) -> _Update:
+        if self._update is None:
+            raise WeightUpdateError("no update is open")
+        return self._update
+
+    def _stage(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self._open_update()
+        self.engine.stage(tensors)
+
+    def _wait_drained(self, waiting: Future[None]) -> None:
+        update = self._open_update()
+        if update.in_flight == "drain" and self._paused and self.engine.running:
+            raise WeightUpdateError("in_flight=drain cannot end while the engine is paused: resume it first")
+        update.drained = waiting
+
+    def _tell_drained(self) -> None:
+        update = self._update
+        if update is None or update.drained is None:
+            return
+        if update.in_flight != "drain" or not self.engine.running:
+            update.drained.set_result(None)
+            update.drained = None
+
+    def _commit_update(self) -> int:
+        self._open_update()
+        self._update = None
+        try:
+            for completion in self.engine.settle_running():
+                self._live.end(completion)
+            version = self.engine.commit_update()
+        except WeightUpdateError:
+            self.engine.discard_update()
+            raise
+        self.controller.policy_changed(version)
+        return version
+
+    def _discard_update(self) -> None:
+        update, self._update = self._update, None
+        if update is None:
+            return
+        if update.drained is not None:
+            update.drained.set_exception(WeightUpdateError("the update was discarded"))
+        self.engine.discard_update()
+
+    # ---- states -----------------------------------------------------------------------------------
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _sleep(self) -> None:
+        if not isinstance(self.engine, Sleeper):
+            raise UnsupportedError(f"the {self.engine.traits.engine} engine cannot sleep")
+        if self._live:
+            raise UnsupportedError(f"{len(self._live)} requests are alive: abort them or let them end first")
+        if not self._asleep:
+            self.engine.sleep()
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            assert isinstance(self.engine, Sleeper)
+            self.engine.wake()
+            self._asleep = False
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        if self._error is None:
+            self._abort(None, "the host was closed")
+        self._closed = True
+        self.engine.close()
+
+    def _crash(self, error: Exception) -> None:
+        """Fail everything alive and run no further round: what the engine holds cannot be trusted."""
+        self._error = f"{type(error).__name__}: {error}"
+        self._live.fail_all(error if isinstance(error, NoProgressError) else EngineCrashError(self._error))
+        update, self._update = self._update, None
+        if update is not None and update.drained is not None:
+            update.drained.set_exception(WeightUpdateError(f"the engine crashed: {self._error}"))
+
+    def _tell(self) -> None:
+        crashed = self._error if not self._crash_told else None
+        self._crash_told = self._error is not None
+        events = self._live.take_events(crashed=crashed)
+        if events is not None:
+            self._deliver(events)
+
+    def _publish(self) -> None:
+        running = self._error is None and not self._closed
+        if running and self._clock() - self._gauges_at_s >= GAUGES_EVERY_S:
+            self._gauges = {**self.engine.gauges(), **self.controller.gauges()}
+            self._gauges_at_s = self._clock()
+        self._status = LoopStatus(
+            state=self._state(),
+            policy_version=self.engine.policy_version,
+            fingerprint=self.engine.fingerprint,
+            rounds=self._rounds,
+            live=len(self._live),
+            in_round_s=0.0,
+            records_dropped=self._records_dropped,
+            error=self._error,
+            gauges=self._gauges,
+        )
+
+    def _state(self) -> LoopState:
+        if self._error is not None:
+            return "crashed"
+        if self._closed:
+            return "closed"
+        if self._asleep:
+            return "asleep"
+        return "paused" if self._paused else "running"
+
+    def _idle_wait_s(self) -> float:
+        return min(IDLE_WAIT_S, max(0.001, self._live.next_deadline_s() - self._clock()))
