@@ -39,9 +39,7 @@ def tiny_engine(
     decoder: Decoder
     chooser: Chooser
     if compiled:
-        decoder = CompiledDecoder(
-            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, threads=threads
-        )
+        decoder = CompiledDecoder(policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, threads=threads)
         chooser = CompiledChooser(threads=threads)
     else:
         decoder = TorchDecoder(
@@ -115,7 +113,9 @@ def text_of(completion: Completion) -> Text:
     )
 
 
-def run_engine(engine: Engine, requests: Iterable[Request], plan: Planner) -> dict[tuple[str, int], Completion]:
+def run_engine(
+    engine: Engine, requests: Iterable[Request], plan: Planner
+) -> dict[tuple[str, int], Completion]:
     """Run requests to their end and return each one's completion; every request ends exactly once."""
     expected = 0
     for request in requests:

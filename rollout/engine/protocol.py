@@ -96,6 +96,13 @@ class Engine(Protocol):
         """Take one bucket of the open update."""
         ...
 
+    def check_update(self) -> None:
+        """Check everything that was staged; after this, ``commit_update`` cannot fail on its tensors.
+
+        Raises ``WeightUpdateError`` and closes the update. Several hosts check before any commits.
+        """
+        ...
+
     def settle_running(self) -> list[Completion]:
         """Do to running sequences what the open update's mode asks (abort, recompute), before its commit."""
         ...

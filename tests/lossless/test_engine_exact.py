@@ -38,7 +38,9 @@ def _drafters(compiled: bool) -> list[Drafter]:
     return [build(name, config) for name in BUILDERS]
 
 
-def _engine(policy: TinyPolicy, compiled: bool, *, drafters: bool = True, **config: int | bool) -> NativeEngine:
+def _engine(
+    policy: TinyPolicy, compiled: bool, *, drafters: bool = True, **config: int | bool
+) -> NativeEngine:
     settings = EngineConfig(**{"max_batch": 8, "max_context_tokens": 128, **config})  # type: ignore[arg-type]
     return tiny_engine(policy, _drafters(compiled) if drafters else (), compiled=compiled, config=settings)
 

@@ -97,6 +97,7 @@ class NativeEngine:
             fingerprint=lambda: self.fingerprint,
         )
         self._stage: WeightStage | None = None
+        self._checked_state: Mapping[str, Tensor] | None = None
         self._update_mode: InFlight = "drain"
         self._update_s = 0.0
         self._next_key = 0
@@ -269,8 +270,17 @@ class NativeEngine:
                 self._scheduler.preempt(sequence)
         return []
 
+    def check_update(self) -> None:
+        """Check all that was staged. Raises ``WeightUpdateError``, which closes the update."""
+        stage = self._open_stage()
+        try:
+            self._checked_state = stage.finish()
+        except WeightUpdateError:
+            self.discard_update()
+            raise
+
     def commit_update(self) -> int:
-        """Check, switch, clear caches of the old version, rebuild drafters; return the live version.
+        """Switch, clear caches of the old version, rebuild drafters; return the live version.
 
         Nothing can fail after the check, so an update is live whole or not at all.
         """
@@ -278,11 +288,11 @@ class NativeEngine:
         if self._update_mode == "drain" and self._scheduler.running:
             raise WeightUpdateError(f"{self.running} sequences still run and in_flight=drain waits for them")
         started = time.perf_counter()
-        try:
-            state = stage.finish()
-        finally:
-            self.discard_update()
-        self._decoder.load(state)
+        if self._checked_state is None:
+            self.check_update()
+        assert self._checked_state is not None
+        self._decoder.load(self._checked_state)
+        self.discard_update()
         self.policy_version = stage.manifest.version
         self.fingerprint = self._fingerprint(stage.manifest.checksum)
         self._scheduler.prefix.clear()
@@ -294,6 +304,7 @@ class NativeEngine:
     def discard_update(self) -> None:
         """Close an open update; the live version is untouched."""
         self._stage = None
+        self._checked_state = None
         self._scheduler.admitting = True
 
     def _open_stage(self) -> WeightStage:
