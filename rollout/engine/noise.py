@@ -25,10 +25,11 @@ hashes. For one key the map from token to hash is a bijection. ``GOLDEN_*`` are 
 double precision, so -log1p(-u) = -log(1 - u) keeps its full relative accuracy at both ends and g is always
 finite: from -3.130 (hash 2^32 - 1) to 22.874 (hash 0).
 
-**What the finite grid costs.** Take the hashes as independent and uniform, as the tests check. Hold the noise of all tokens but v. Then v wins if and only if
-u_v < F = 1 - exp(-p_v T), T being the smallest -log1p(-u) / p of the others. A continuous u_v does so with
-probability F, the grid with round(2^32 F) / 2^32, so the two differ by at most 2^-33, and the winner is
-otherwise the same. Replacing the tokens' noise one after the other, the law of the chosen token is within
+**What the finite grid costs.** Take hashes as independent and uniform (the tests look for any sign that they
+are not) and hold the noise of all tokens but v. Then v wins if and only if u_v < F = 1 - exp(-p_v T), T being
+the smallest -log1p(-u) / p of the others. A continuous u_v does so with probability F, the grid with
+round(2^32 F) / 2^32, so the two differ by at most 2^-33, and the winner is otherwise the same. Replacing the
+tokens' noise one after the other, the law of the chosen token is within
 
     TV <= V * 2^-33                                     (``grid_tv_bound``)
 
