@@ -46,7 +46,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._start_s = time.monotonic()
-        self._spoke = False
+        self._spoke = self._hushed = False
 
     def advance(self, count: int = 1, *, note: str | None = None) -> None:
         """Count ``count`` more units as done and show ``note`` beside them."""
@@ -58,6 +58,11 @@ class Progress(AbstractContextManager["Progress"]):
     def note(self, text: str) -> None:
         """Show ``text`` beside the count."""
         self.advance(0, note=text)
+
+    def hush(self) -> None:
+        """Say nothing more: what was waited for has come."""
+        self._hushed = True
+        self._over.set()
 
     def line(self) -> str:
         """Return what is shown now: title, count, elapsed and estimated remaining seconds, note."""
@@ -90,6 +95,8 @@ class Progress(AbstractContextManager["Progress"]):
         self._over.set()
         if self._thread is not None:
             self._thread.join()
+        if self._hushed:
+            return
         if self._spoke or time.monotonic() - self._start_s >= self._quiet_s:
             say(f"{self.line()} - {'done' if kind is None else 'stopped'}", stream=self._stream)
 

@@ -1,0 +1,227 @@
+"""The command line: light to start, one clear line for what it does not understand, unique run folders."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollout.cli import COMMANDS, MISUSED, OK, main
+from rollout.errors import ConfigError
+from rollout.jobs.compose import compose_job, compose_plain, group_choices
+from rollout.jobs.config import JobConfig
+from rollout.jobs.door import bridge, check_trainer
+from rollout.jobs.folder import open_run_folder, save_config
+from rollout.settings import load_config, to_plain
+
+
+def test_help_starts_within_a_second_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from rollout.cli import main; main(['--help']); "
+        "names = {'torch', 'ray', 'transformers', 'hydra', 'omegaconf', 'numpy', 'wandb'}; "
+        "heavy = names & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    started_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: taildraft COMMAND" in done.stdout
+    assert time.monotonic() - started_s < 1.0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_without_torch(command: str) -> None:
+    code = (
+        f"import sys; from rollout.cli import main; main(['{command}', '--help']); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: taildraft {command}" in done.stdout
+    for line in COMMANDS[command].examples:
+        assert line in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_example_of_the_help_is_understood(command: str) -> None:
+    for example in COMMANDS[command].examples:
+        name, *overrides = example.split()[1:]
+        assert name == command
+        compose_job(command, overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'; known: run, calibrate, verify, bench, report"),
+        (["run", "nonsense"], "'nonsense' is not an override"),
+        (["run", "engine.decodr=torch"], "did you mean engine.decoder?"),
+        (["run", "engine.decodr=torch"], "engine.decodr: unknown setting; known here: decoder, device"),
+        (
+            ["run", "engine.decoder=fast"],
+            "engine.decoder: expected one of 'auto', 'compiled', 'torch', got 'fast'",
+        ),
+        (["run", "engine.max_batch=0"], "engine.max_batch must be > 0, got 0"),
+        (["run", "engine.max_batch=many"], "engine.max_batch: expected a whole number, got 'many'"),
+        (["run", "engine=nativ"], "engine: no choice 'nativ'; known: native, torch"),
+        (["run", "sead=1"], "sead: unknown setting"),
+        (["run", "seed=-1"], "seed must be in 0"),
+        (["run", "seed=1,2"], "seed: several values"),
+        (["run", "task.stop=[a"], "is not an override"),
+        (["run", "policy.source=${nowhere}"], "policy.source"),
+        (["run", "trainer.lerning_rate=1"], "did you mean trainer.learning_rate?"),
+        (["run", "task.kind=chess"], "task.kind: expected one of"),
+        (["run", "--verbose"], "unknown option --verbose"),
+        (["bench", "workload=marathon"], "bench.workload: expected one of 'drain'"),
+        (["run", "workload=drain"], "workload: unknown setting"),
+    ],
+)
+def test_what_is_not_understood_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == MISUSED
+    written = capsys.readouterr()
+    assert message in written.err
+    assert written.err.count("\n") == 1
+    assert written.out == ""
+
+
+def test_show_prints_settings_that_load_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--show", "engine.max_batch=7"]) == OK
+    job = load_config(yaml.safe_load(capsys.readouterr().out), JobConfig)
+    assert job == compose_job("run", ["engine.max_batch=7"])
+    assert job.engine.max_batch == 7
+
+
+def test_a_commands_own_settings_need_no_prefix() -> None:
+    job = compose_job("bench", ["workload=fixed", "batches=[1,2]", "out=x.json"])
+    assert (job.bench.workload, job.bench.batches, job.bench.out) == ("fixed", (1, 2), "x.json")
+    assert compose_job("bench", ["bench.prompts=3"]).bench.prompts == 3
+    assert compose_job("verify", ["out=v.json", "hosts=[1]"]).verify.hosts == (1,)
+
+
+def test_a_cluster_is_joined_by_its_address() -> None:
+    assert compose_job("run", ["ray.address=10.0.0.1:6379"]).service.ray_address == "10.0.0.1:6379"
+
+
+def test_a_setting_no_yaml_mentions_can_be_set_and_a_choice_can_be_refined() -> None:
+    job = compose_job("run", ["policy.offgrid=true", "controller=fixed", "controller.gamma=2", "drafter=w4"])
+    assert job.policy.offgrid
+    assert (job.controller.kind, job.controller.gamma, job.drafter.names) == ("fixed", 2, ("w4",))
+
+
+STOPS = {
+    "task.stop": [
+        ('task.stop=["\n#"]', ["\n#"]),
+        ('task.stop=["a,b","x=y","50%"]', ["a,b", "x=y", "50%"]),
+        ('task.stop=["x@y","#","\u00e9\u5b57"]', ["x@y", "#", "\u00e9\u5b57"]),
+        ('task.stop=[""]', [""]),
+        (r'task.stop=["\${x}"]', ["${x}"]),
+        ("task.stop=['it\\'s']", ["it's"]),
+        ('task.stop=["{a: b}","[c]"," d "]', ["{a: b}", "[c]", " d "]),
+        ("task.stop=50%", "50%"),
+    ]
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), STOPS["task.stop"])
+def test_documented_quoting_gives_exactly_the_string(override: str, expected: object) -> None:
+    assert compose_plain("run", [override])["task"]["stop"] == expected
+
+
+def test_the_help_states_the_quoting_rules_that_are_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", "--help"])
+    text = capsys.readouterr().out
+    assert """'task.stop=["a,b","x=y","50%"]'""" in text
+    assert """$'task.stop=["\\n#"]'""" in text
+    assert """'task.stop=["\\${x}"]'""" in text
+
+
+def test_a_digits_only_string_is_asked_to_be_quoted() -> None:
+    with pytest.raises(ConfigError, match=r"tracker\.name: expected a string, got 123; quote it"):
+        compose_job("run", ["tracker.name=123"])
+    assert compose_job("run", ["tracker.name='123'"]).tracker.name == "123"
+
+
+def test_nine_launches_in_one_second_get_nine_folders_and_nine_run_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(9) as pool:
+        folders = list(pool.map(lambda _: open_run_folder("run", output_dir=None, run_id=None), range(9)))
+    assert time.monotonic() - started_s < 1.0
+    assert len({f.path for f in folders}) == 9
+    assert len({f.run_id for f in folders}) == 9
+    assert all(f.run_id and f.path.is_dir() and any(f.path.iterdir()) for f in folders)
+
+
+def test_an_existing_runs_folder_resumes_that_run_and_no_other(tmp_path: Path) -> None:
+    first = open_run_folder("run", output_dir=str(tmp_path / "a"), run_id=None)
+    again = open_run_folder("run", output_dir=str(tmp_path / "a"), run_id=None)
+    assert (first.resumed, again.resumed, again.run_id) == (False, True, first.run_id)
+    with pytest.raises(ConfigError, match="holds a run of 'run', not of 'bench'"):
+        open_run_folder("bench", output_dir=str(tmp_path / "a"), run_id=None)
+    with pytest.raises(ConfigError, match="run_id"):
+        open_run_folder("run", output_dir=str(tmp_path / "a"), run_id="another")
+    (tmp_path / "a" / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="not a run's record"):
+        open_run_folder("run", output_dir=str(tmp_path / "a"), run_id=None)
+
+
+def test_saved_settings_are_the_resolved_ones_and_a_resume_keeps_the_first(tmp_path: Path) -> None:
+    job = dataclasses.replace(compose_job("run", ["engine.max_batch=5"]), output_dir=str(tmp_path))
+    folder = open_run_folder("run", output_dir=str(tmp_path), run_id="r")
+    path = save_config(folder, to_plain(job))
+    assert load_config(yaml.safe_load(path.read_text()), JobConfig) == job
+    again = open_run_folder("run", output_dir=str(tmp_path), run_id="r")
+    assert save_config(again, {"seed": 1}).name == "config.resume-1.yaml"
+    assert load_config(yaml.safe_load(path.read_text()), JobConfig) == job
+
+
+def test_settings_cross_a_process_border_as_plain_data_equal_to_the_drivers() -> None:
+    job = compose_job("run", ["policy.source=${oc.env:HOME}", "drafter=history"])
+    code = (
+        "import json, sys; from rollout.jobs.config import JobConfig; "
+        "from rollout.settings import load_config, to_plain; "
+        "job = load_config(json.load(sys.stdin), JobConfig); assert 'omegaconf' not in sys.modules; "
+        "json.dump(to_plain(job), sys.stdout)"
+    )
+    sent = json.dumps(to_plain(job))
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=sent, capture_output=True, text=True, check=True
+    )
+    assert load_config(json.loads(done.stdout), JobConfig) == job
+    assert "$" not in job.policy.source
+
+
+def test_the_door_to_the_trainers_names_what_is_missing() -> None:
+    job = compose_job("run", [])
+    check_trainer(job)
+    with pytest.raises(ConfigError, match=r"trainer\.kind: there is no trainer bridge 'nobody'"):
+        bridge(dataclasses.replace(job, trainer={"kind": "nobody"}))
+    with pytest.raises(ConfigError, match=r"trainer\.kind: expected the name"):
+        bridge(dataclasses.replace(job, trainer={"kind": "os.path"}))
+
+
+def test_every_choice_of_every_group_composes_and_loads() -> None:
+    choices = group_choices()
+    assert set(choices) == {
+        "controller",
+        "drafter",
+        "engine",
+        "policy",
+        "service",
+        "task",
+        "tracker",
+        "trainer",
+    }
+    for group, names in choices.items():
+        assert names
+        for name in names:
+            check_trainer(compose_job("run", [f"{group}={name}"]))
