@@ -33,14 +33,23 @@ inline simd::F16 load(const simd::bf16* p) {
 #endif
 }
 
+// Panel p of rows (N, K) row-major, written at `out`: K * 16 weights, zeros past row N.
+inline void pack_panel(const simd::bf16* rows, int n, int k, int p, simd::bf16* out) {
+  constexpr int kTile = 16;
+  for (int first = 0; first < k; first += kTile) {
+    const int end = first + kTile < k ? first + kTile : k;
+    for (int c = 0; c < kColumns; ++c) {
+      const int row = p * kColumns + c;
+      const simd::bf16* from = rows + static_cast<size_t>(row) * k;
+      for (int i = first; i < end; ++i)
+        out[static_cast<size_t>(i) * kColumns + slot(c)] = row < n ? from[i] : simd::bf16(0);
+    }
+  }
+}
+
 // rows (N, K) row-major -> panels.
 inline void pack(const simd::bf16* rows, int n, int k, simd::bf16* out) {
-  for (int p = 0; p < count(n); ++p)
-    for (int c = 0; c < kColumns; ++c) {
-      int row = p * kColumns + c;
-      for (int i = 0; i < k; ++i)
-        out[offset(p, i, k) + slot(c)] = row < n ? rows[static_cast<size_t>(row) * k + i] : simd::bf16(0);
-    }
+  for (int p = 0; p < count(n); ++p) pack_panel(rows, n, k, p, out + offset(p, 0, k));
 }
 
 inline void unpack(const simd::bf16* in, int n, int k, simd::bf16* rows) {

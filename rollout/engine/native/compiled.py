@@ -1,0 +1,363 @@
+"""The compiled decoder: one C call per forward, row-invariant by construction.
+
+Weights are bf16 in panels, activations and sums float32, KV bf16. Every output is one chain of multiply-adds
+in a fixed order, so a row's bits depend on its tokens and weights alone.
+
+Shapes: M rows, R head rows, V vocabulary, D hidden, P positions, H half a head.
+"""
+
+import copy
+import ctypes
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from drafters.types import LinearWeight, QuantizedLinear
+from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
+from rollout.engine.native.decoder import ForwardResult, KVStorage
+from rollout.engine.native.kernels import abi
+from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
+from rollout.engine.native.spec import ModelSpec
+
+
+def compiled_unavailable() -> str | None:
+    """Return why compiled kernels cannot be had on this machine, or None. Builds them on first use."""
+    return abi.unavailable()
+
+
+def isa() -> str:
+    """Return the build's instruction set: ``avx512``, ``avx2`` or ``generic``. All give the same bits."""
+    name: bytes = abi.library().taildraft_isa()
+    return name.decode()
+
+
+@runtime_checkable
+class _Quantized(Protocol):
+    """What the kernels need of a ``QuantizedLinear``: codes, and scales where they are not inside."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bits: int
+    packed: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledKV:
+    """KV memory as ``kv_pages.h`` lays it out."""
+
+    pages: int
+    data: Tensor
+    """bf16 (planes, pages, kv heads, keys and values, 16 * head_dim)."""
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Over all planes, keys and values."""
+        return self.data.nbytes // self.pages
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page on every plane."""
+        self.data[:, target].copy_(self.data[:, source])
+
+
+@dataclass(kw_only=True, slots=True)
+class _Scratch:
+    """Buffers of a decoder that grow and are reused."""
+
+    hidden_MD: Tensor = field(default_factory=lambda: torch.empty(0))
+    logits_RV: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def hidden(self, rows: int, width: int) -> Tensor:
+        if self.hidden_MD.numel() < rows * width:
+            self.hidden_MD = torch.empty(rows, width)
+        return self.hidden_MD.view(-1)[: rows * width].view(rows, width)
+
+    def logits(self, rows: int, width: int) -> Tensor:
+        if self.logits_RV.numel() < rows * width:
+            self.logits_RV = torch.empty(rows, width)
+        return self.logits_RV.view(-1)[: rows * width].view(rows, width)
+
+
+class _Team:
+    """The threads of a decoder and of those that share its weights."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        handle = library.taildraft_team_new(threads)
+        if not handle:
+            raise RuntimeError(f"could not start {threads} threads")
+        self.handle: int = handle
+        weakref.finalize(self, library.taildraft_team_free, handle)
+
+
+class CompiledDecoder:
+    """A ``Decoder`` of compiled kernels. One forward at a time; the interpreter lock is free meanwhile."""
+
+    compiled = True
+    row_invariant = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        cos_PH: Tensor,
+        sin_PH: Tensor,
+        threads: int,
+        defines: tuple[str, ...] = (),
+    ) -> None:
+        """``defines`` builds another back end (``TAILDRAFT_GENERIC``). Raises ``KernelBuildError``."""
+        _check(spec, cos_PH, sin_PH, threads)
+        self.spec = spec
+        self.threads = threads
+        self._library = abi.library(defines)
+        self._cos_PH, self._sin_PH = cos_PH.contiguous(), sin_PH.contiguous()
+        self._team = _Team(self._library, threads)
+        self._weights = Weights(spec=spec, library=self._library, team=self._team.handle)
+        self._quantized: Mapping[str, _Quantized] = {}
+        self._attach()
+
+    def _attach(self) -> None:
+        """Make this object's own C decoder and buffers."""
+        model, self._layer_structs = self._model_struct()
+        handle = self._library.taildraft_decoder_new(ctypes.byref(model), self._team.handle)
+        if not handle:
+            raise MemoryError("could not make a decoder")
+        self._handle: int = handle
+        self._scratch = _Scratch()
+        weakref.finalize(self, self._library.taildraft_decoder_free, handle)
+
+    def description(self) -> str:
+        """Return what the numerics of this build depend on: a part of the numerics fingerprint."""
+        name: bytes = self._library.taildraft_isa()
+        return f"compiled-{name.decode()}-bf16"
+
+    def new_storage(self, pages: int) -> CompiledKV:
+        """Return zeroed KV memory of ``pages`` pages."""
+        spec = self.spec
+        shape = (spec.planes, pages, spec.kv_heads, 2, PAGE_TOKENS * spec.head_dim)
+        return CompiledKV(pages=pages, data=torch.zeros(shape, dtype=torch.bfloat16))
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take a state dict into the same buffers; decoders that share them see it too.
+
+        Raises ``ValueError``, and then nothing has changed.
+        """
+        self._weights.load(state)
+
+    def linears(self) -> Iterator[LinearWeight]:
+        """Yield ``layers.{i}.qkv|o|gate_up|down`` in order, then ``head``; always the policy's own."""
+        yield from self._weights.linears.values()
+
+    def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> "CompiledDecoder":
+        """Return a decoder with these linears that shares everything else, threads included.
+
+        Takes every linear of the body in 4 or 8 bits and packed for ``linear_int4.h``; without ``head`` the
+        policy's own is used. Raises ``ValueError``.
+        """
+        wanted = set(self._weights.linears)
+        if not wanted - {"head"} <= set(linears) <= wanted:
+            odd = sorted((wanted ^ set(linears)) - {"head"})
+            raise ValueError(f"linears must name all of the body: {odd} missing or unknown")
+        other = copy.copy(self)
+        other._quantized = {
+            name: _checked(linear, self._weights.linears[name]) for name, linear in linears.items()
+        }
+        other._attach()
+        return other
+
+    def forward(
+        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+    ) -> ForwardResult:
+        """Embed, run the block, write KV, return logits of the head rows."""
+        loops = range(self.spec.loops) if loops is None else loops
+        call = self._call(batch, kv, loops)
+        call.tokens = batch.token_ids_M.data_ptr()
+        hidden_MD = self._scratch.hidden(batch.rows, self.spec.hidden_size)
+        call.hidden = hidden_MD.data_ptr()
+        logits_RV = self._scratch.logits(batch.head_rows_R.shape[0], self.spec.vocab_size)
+        call.head_rows, call.logits = logits_RV.shape[0], logits_RV.data_ptr()
+        call.head_index = batch.head_rows_R.data_ptr()
+        tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
+        self._run(call)
+        return ForwardResult(logits_RV=logits_RV, taps=tapped)
+
+    def embed(self, token_ids_M: Tensor) -> Tensor:
+        """Return the input hidden states (M, hidden)."""
+        _check_index(token_ids_M)
+        hidden_MD = torch.empty(token_ids_M.shape[0], self.spec.hidden_size)
+        call = abi.CallStruct(rows=token_ids_M.shape[0], hidden=hidden_MD.data_ptr())
+        call.tokens = token_ids_M.data_ptr()
+        self._run(call)
+        return hidden_MD
+
+    def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
+        """Run all layers once on KV planes of ``loop`` and return the residual stream; the input is kept."""
+        self._check_hidden(hidden_MD, rows=batch.rows)
+        out_MD = hidden_MD.clone(memory_format=torch.contiguous_format)
+        call = self._call(batch, kv, range(loop, loop + 1))
+        call.hidden = out_MD.data_ptr()
+        self._run(call)
+        return out_MD
+
+    def head(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits (R, vocab) of hidden states, final norm included."""
+        rows = hidden_RD.shape[0]
+        self._check_hidden(hidden_RD, rows=rows)
+        hidden_RD = hidden_RD.contiguous()
+        index_R = torch.arange(rows, dtype=torch.int32)
+        logits_RV = torch.empty(rows, self.spec.vocab_size)
+        call = abi.CallStruct(rows=rows, head_rows=rows, hidden=hidden_RD.data_ptr())
+        call.head_index, call.logits = index_R.data_ptr(), logits_RV.data_ptr()
+        self._run(call)
+        return logits_RV
+
+    def _call(self, batch: RowBatch, kv: KVStorage, loops: range) -> abi.CallStruct:
+        if not isinstance(kv, CompiledKV) or kv.data.shape[0] != self.spec.planes:
+            raise ValueError("KV memory must come from new_storage of a decoder of this policy")
+        if loops.step != 1 or loops.start < 0 or loops.stop > self.spec.loops:
+            raise ValueError(f"loops must be a plain range within {self.spec.loops}, got {loops}")
+        for index in (batch.token_ids_M, batch.positions_M, batch.table_M):
+            _check_index(index)
+        _check_index(batch.page_table_SP)
+        _check_index(batch.head_rows_R)
+        if not batch.rows == batch.positions_M.shape[0] == batch.table_M.shape[0]:
+            raise ValueError("token_ids_M, positions_M and table_M must have one length")
+        tables, table_pages = batch.page_table_SP.shape
+        return abi.CallStruct(
+            rows=batch.rows,
+            tables=tables,
+            table_pages=table_pages,
+            loop_begin=loops.start,
+            loop_end=loops.stop,
+            positions=batch.positions_M.data_ptr(),
+            table=batch.table_M.data_ptr(),
+            page_table=batch.page_table_SP.data_ptr(),
+            kv=kv.data.data_ptr(),
+            kv_pages=kv.pages,
+        )
+
+    def _add_taps(
+        self, call: abi.CallStruct, names: Sequence[str], loops: range, rows: int
+    ) -> dict[str, Tensor]:
+        taps = {name: torch.empty(rows, self.spec.hidden_size) for name in names}
+        layers = self.spec.layers
+        pointers = (ctypes.c_void_p * max(1, len(loops) * layers))()
+        copies: dict[str, str] = {}
+        by_place: dict[int, str] = {}
+        for name, tap_MD in taps.items():
+            if name in ("embed", "final"):
+                setattr(call, f"{name}_tap", tap_MD.data_ptr())
+                continue
+            loop, layer = _tap_place(name, loops, layers)
+            place = (loop - loops.start) * layers + layer
+            if place in by_place:  # two names of one place: the last loop's layer
+                copies[name] = by_place[place]
+            by_place.setdefault(place, name)
+            pointers[place] = taps[by_place[place]].data_ptr()
+        call.layer_taps = pointers
+        return {name: taps[copies.get(name, name)] for name in names}
+
+    def _run(self, call: abi.CallStruct) -> None:
+        if not self._weights.loaded:
+            raise ValueError("the decoder has no weights yet: call load first")
+        status = self._library.taildraft_forward(self._handle, ctypes.byref(call))
+        if status in abi.CALLER_STATUS:
+            raise ValueError(abi.STATUS[status])
+        if status:
+            raise RuntimeError(abi.STATUS[status])
+
+    def _check_hidden(self, hidden_MD: Tensor, *, rows: int) -> None:
+        if hidden_MD.shape != (rows, self.spec.hidden_size) or hidden_MD.dtype != torch.float32:
+            raise ValueError(f"hidden states must be float32 ({rows}, {self.spec.hidden_size})")
+
+    def _model_struct(self) -> tuple[abi.ModelStruct, object]:
+        """Return the model by address, and the array it points into."""
+        spec, weights = self.spec, self._weights
+        layers = (abi.LayerStruct * spec.layers)()
+        for index, norms in enumerate(weights.layers):
+            layers[index] = abi.LayerStruct(
+                **{part: self._linear(f"layers.{index}.{part}") for part in ("qkv", "o", "gate_up", "down")},
+                input_norm=norms.input_norm.data_ptr(),
+                post_norm=norms.post_norm.data_ptr(),
+                query_norm=None if norms.query_norm is None else norms.query_norm.data_ptr(),
+                key_norm=None if norms.key_norm is None else norms.key_norm.data_ptr(),
+            )
+        model = abi.ModelStruct(
+            vocab=spec.vocab_size,
+            hidden=spec.hidden_size,
+            layers=spec.layers,
+            query_heads=spec.query_heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            max_positions=self._cos_PH.shape[0],
+            window=spec.sliding_window or 0,
+            eps=spec.norm_eps,
+            embedding=weights.embedding_VD.data_ptr(),
+            cosine=self._cos_PH.data_ptr(),
+            sine=self._sin_PH.data_ptr(),
+            final_norm=weights.final_norm_D.data_ptr(),
+            layer=layers,
+            head=self._linear("head"),
+        )
+        return model, layers
+
+    def _linear(self, name: str) -> abi.LinearStruct:
+        own = self._weights.linears[name]
+        bias = None if own.bias is None else own.bias.data_ptr()
+        quantized = self._quantized.get(name)
+        if quantized is None:
+            data, bits, scale = own.panels, 16, None
+        else:
+            data, bits, scale = quantized.packed, quantized.bits, quantized.scales
+        return abi.LinearStruct(
+            bits=bits,
+            n=own.out_features,
+            k=own.in_features,
+            data=data.data_ptr(),
+            scale=None if scale is None else scale.data_ptr(),
+            bias=bias,
+        )
+
+
+def _check(spec: ModelSpec, cos_PH: Tensor, sin_PH: Tensor, threads: int) -> None:
+    for name, size in (("hidden_size", spec.hidden_size), ("head_dim", spec.head_dim)):
+        if size % PANEL:
+            raise ValueError(f"compiled kernels want {name} to be a multiple of {PANEL}, got {size}")
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    for table in (cos_PH, sin_PH):
+        if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] * 2 != spec.head_dim:
+            raise ValueError(f"rotary tables must be float32 (positions, {spec.head_dim // 2})")
+    if cos_PH.shape != sin_PH.shape:
+        raise ValueError("rotary tables differ in length")
+
+
+def _check_index(index: Tensor) -> None:
+    if index.dtype != torch.int32 or not index.is_contiguous():
+        raise ValueError("indices of a batch must be contiguous int32")
+
+
+def _checked(linear: QuantizedLinear, own: PackedLinear) -> _Quantized:
+    if not isinstance(linear, _Quantized) or linear.bits not in (4, 8):
+        raise ValueError(f"{linear.name} is not packed in 4 or 8 bits")
+    if (linear.out_features, linear.in_features) != (own.out_features, own.in_features):
+        raise ValueError(f"{linear.name} has another shape than the policy's")
+    if linear.bits == 8 and linear.scales is None:
+        raise ValueError(f"{linear.name} has 8 bits but no scales")
+    return linear
+
+
+def _tap_place(name: str, loops: range, layers: int) -> tuple[int, int]:
+    """Return (loop, layer) of ``layer.L`` or ``loop.T.layer.L``. Raises ``ValueError``."""
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] == "layer":
+        parts = ["loop", str(loops.stop - 1), *parts]
+    if len(parts) == 4 and parts[0] == "loop" and parts[2] == "layer":
+        loop, layer = int(parts[1]), int(parts[3])
+        if loop in loops and 0 <= layer < layers:
+            return loop, layer
+    raise ValueError(f"there is no tap {name!r}")

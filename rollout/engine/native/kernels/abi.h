@@ -1,0 +1,42 @@
+// What crosses the C interface. Every struct is mirrored, field by field, in kernels/abi.py.
+#pragma once
+#include <cstdint>
+
+#include "linear.h"
+
+namespace forward {
+
+struct Layer {
+  Linear qkv, o, gate_up, down;
+  const float *input_norm, *post_norm;
+  const float *query_norm, *key_norm;  // per head, or null
+};
+
+struct Model {
+  int32_t vocab, hidden, layers, query_heads, kv_heads, head_dim, max_positions;
+  int32_t window;  // keys a row reads at most; 0: all
+  float eps;
+  const simd::bf16* embedding;  // (vocab, hidden)
+  const float *cosine, *sine;   // (max_positions, head_dim / 2)
+  const float* final_norm;
+  const Layer* layer;
+  Linear head;
+};
+
+// One forward, or a part of one. Shapes as in rows.py: M rows, S tables of P pages, R head rows.
+struct Call {
+  int32_t rows, head_rows, tables, table_pages;
+  int32_t loop_begin, loop_end;  // empty: no block
+  const int32_t* tokens;         // null: `hidden` is the input
+  const int32_t *positions, *table, *page_table, *head_index;
+  simd::bf16* kv;
+  int64_t kv_pages;
+  float* hidden;       // (M, hidden), in and out
+  float* logits;       // (R, head.n)
+  float** layer_taps;  // per (loop - loop_begin) * layers + layer a buffer or null; or null
+  float *embed_tap, *final_tap;
+};
+
+enum Status : int32_t { kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked };
+
+}  // namespace forward

@@ -1,0 +1,129 @@
+"""The C interface of ``forward.cpp``: its structs field by field, and the library that speaks it."""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import drafters.int4
+from drafters.kernels.build import KernelBuildError, load
+
+SOURCE = Path(__file__).parent / "forward.cpp"
+
+STATUS = {
+    1: "a token id lies outside the vocabulary",
+    2: "a position lies outside the rotary tables",
+    3: "a row names a page table or a page that does not exist",
+    4: "a head row lies outside the batch",
+    5: "out of memory",
+    6: "the process was forked after the decoder was made: its threads stayed behind",
+}
+"""What a status other than 0 means; ``Status`` in ``abi.h``."""
+
+
+CALLER_STATUS = frozenset({1, 2, 3, 4})
+"""Those that a wrong batch causes."""
+
+
+class LinearStruct(ctypes.Structure):
+    """``forward::Linear``."""
+
+    _fields_ = [
+        ("bits", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """``forward::Layer``."""
+
+    _fields_ = [
+        ("qkv", LinearStruct),
+        ("o", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+    ]
+
+
+class ModelStruct(ctypes.Structure):
+    """``forward::Model``."""
+
+    _fields_ = [
+        ("vocab", c_int32),
+        ("hidden", c_int32),
+        ("layers", c_int32),
+        ("query_heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("max_positions", c_int32),
+        ("window", c_int32),
+        ("eps", c_float),
+        ("embedding", c_void_p),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("final_norm", c_void_p),
+        ("layer", POINTER(LayerStruct)),
+        ("head", LinearStruct),
+    ]
+
+
+class CallStruct(ctypes.Structure):
+    """``forward::Call``."""
+
+    _fields_ = [
+        ("rows", c_int32),
+        ("head_rows", c_int32),
+        ("tables", c_int32),
+        ("table_pages", c_int32),
+        ("loop_begin", c_int32),
+        ("loop_end", c_int32),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("table", c_void_p),
+        ("page_table", c_void_p),
+        ("head_index", c_void_p),
+        ("kv", c_void_p),
+        ("kv_pages", c_int64),
+        ("hidden", c_void_p),
+        ("logits", c_void_p),
+        ("layer_taps", POINTER(c_void_p)),
+        ("embed_tap", c_void_p),
+        ("final_tap", c_void_p),
+    ]
+
+
+def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Return the built and typed library. ``defines`` chooses a back end. Raises ``KernelBuildError``."""
+    loaded = load(SOURCE, (Path(drafters.int4.__file__).parent,), defines)
+    signatures: dict[str, tuple[object, list[object]]] = {
+        "taildraft_isa": (c_char_p, []),
+        "taildraft_team_new": (c_void_p, [c_int]),
+        "taildraft_team_free": (None, [c_void_p]),
+        "taildraft_decoder_new": (c_void_p, [POINTER(ModelStruct), c_void_p]),
+        "taildraft_decoder_free": (None, [c_void_p]),
+        "taildraft_forward": (c_int, [c_void_p, POINTER(CallStruct)]),
+        "taildraft_pack": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int]),
+        "taildraft_advise": (None, [c_void_p, c_size_t]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def unavailable() -> str | None:
+    """Return why the kernels cannot be built here, or None when they can (and now are)."""
+    try:
+        library()
+    except KernelBuildError as error:
+        return str(error)
+    except OSError as error:
+        return f"the built kernels do not load: {error}"
+    return None

@@ -1,0 +1,143 @@
+// A team of threads that runs one job at a time, and the barrier inside a job.
+//
+// Waiting spins first, since a phase of a forward lasts microseconds, and then gives the processor away, since
+// it may be shared. Between jobs the members sleep. A team does not survive fork(): run() says so.
+#pragma once
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace team {
+
+// About 30 microseconds: longer than any phase's imbalance, far shorter than a time slice.
+constexpr int kSpins = 1500;
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class alignas(64) Barrier {
+ public:
+  void wait(int members) {
+    if (members == 1) return;
+    const int phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins)
+      if (spins < kSpins) relax();
+      else sched_yield();
+  }
+
+ private:
+  std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> phase_{0};
+};
+
+struct Range {
+  int begin, end;
+};
+
+// One thread's place in a running job.
+struct Member {
+  int index, size;
+  Barrier* barrier;
+
+  void wait() const { barrier->wait(size); }
+
+  // This member's share of n equal pieces; shares are contiguous, in the order of members.
+  Range share(int n) const {
+    return {static_cast<int>(static_cast<int64_t>(n) * index / size),
+            static_cast<int>(static_cast<int64_t>(n) * (index + 1) / size)};
+  }
+};
+
+class Team {
+ public:
+  explicit Team(int size) : size_(size), pid_(getpid()) {
+    for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
+  }
+
+  ~Team() {
+    if (getpid() != pid_) {
+      // The threads stayed in the parent process; there is nothing to join here.
+      for (std::thread& thread : threads_) thread.detach();
+      return;
+    }
+    post(nullptr, nullptr);
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int size() const { return size_; }
+  bool usable() const { return size_ == 1 || getpid() == pid_; }
+
+  // Calls job(member) on every member and returns when all have. One caller at a time; job must not throw.
+  template <class Job>
+  void run(Job& job) {
+    if (size_ > 1) post([](void* f, const Member& m) { (*static_cast<Job*>(f))(m); }, &job);
+    const Member caller{0, size_, &barrier_};
+    job(caller);
+    caller.wait();
+  }
+
+ private:
+  using Call = void (*)(void*, const Member&);
+
+  void post(Call call, void* job) {
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      call_ = call;
+      job_ = job;
+      posted_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+  }
+
+  void serve(int index) {
+    const Member member{index, size_, &barrier_};
+    for (int seen = 0;; ++seen) {
+      for (int spins = 0; spins < kSpins && posted_.load(std::memory_order_acquire) == seen; ++spins) relax();
+      Call call;
+      void* job;
+      {
+        std::unique_lock<std::mutex> hold(mutex_);
+        wake_.wait(hold, [&] { return posted_.load(std::memory_order_relaxed) != seen; });
+        call = call_;
+        job = job_;
+      }
+      if (call == nullptr) return;
+      call(job, member);
+      member.wait();
+    }
+  }
+
+  const int size_;
+  const pid_t pid_;
+  Barrier barrier_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<int> posted_{0};
+  Call call_ = nullptr;
+  void* job_ = nullptr;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace team
