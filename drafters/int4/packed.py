@@ -48,7 +48,12 @@ def _source(weight: LinearWeight) -> tuple[str, Tensor]:
     """Return which entry point reads this weight, and the memory it reads."""
     panels = weight.panels
     if panels is None:
-        return "rows", weight.rows().detach().to("cpu", torch.float32).contiguous()
+        rows_NK = weight.rows().detach()
+        if rows_NK.device.type != "cpu":
+            raise DraftError(
+                f"build refused: {weight.name} is on {rows_NK.device}, the compiled kernel runs on CPU"
+            )
+        return "rows", rows_NK.float().contiguous()
     expected = panels_of(weight.out_features) * COLUMNS * weight.in_features
     if panels.element_size() != 2 or panels.numel() != expected or not panels.is_contiguous():
         raise DraftError(
@@ -83,12 +88,12 @@ class _Packed:
         rows, in_features = x_RK.shape
         if in_features != self.in_features:
             raise ValueError(f"{self.name}: input has {in_features} features, expected {self.in_features}")
-        x = x_RK.detach().to("cpu", torch.float32).contiguous()
+        x = x_RK.detach().float().contiguous()
         y = torch.empty(rows, self.out_features)
         linear = getattr(self.kernel, f"int{self.bits}_linear_rows")
         shape = (self.out_features, self.in_features)
         linear(*weights, *shape, _address(x), rows, _address(y), torch.get_num_threads())
-        return y.to(x_RK)
+        return y.to(x_RK.dtype)
 
 
 class PackedInt4Linear(_Packed):

@@ -1,7 +1,10 @@
 """Rounding of weights in plain torch: the oracle every 4-bit and 8-bit kernel is tested against.
 
 Each step is one float32 operation and stands, in the same order, in ``quantize.cpp``, so a kernel's codes
-must be equal to these, not close. Shapes: N out features, K in features, G groups along K, H group size.
+must be equal to these, not close. Divisors are tensors because torch may turn a division by a plain number
+into a product with its reciprocal, which rounds twice.
+
+Shapes: N out features, K in features, G groups along K, H group size.
 """
 
 from dataclasses import dataclass
@@ -68,16 +71,6 @@ def require_usable(weight_NK: Tensor, *, name: str) -> None:
         raise DraftError(f"build refused: {name} has a weight that is not finite or exceeds {LARGEST:g}")
 
 
-def _ratio(over: Tensor | float, under: Tensor | float) -> Tensor:
-    """Divide element by element. Torch may turn a division by or of a plain number into a product with a
-    reciprocal, which rounds twice.
-    """
-    shape = over.shape if isinstance(over, Tensor) else under.shape if isinstance(under, Tensor) else ()
-    device = next(t.device for t in (over, under) if isinstance(t, Tensor))
-    over, under = (t if isinstance(t, Tensor) else torch.full(shape, t, device=device) for t in (over, under))
-    return over / under
-
-
 def round_to_int4(weight_NK: Tensor, group: int, *, name: str = "weight") -> Int4Rounding:
     """Round to 4 bits between each group's extremes; the last group may be short.
 
@@ -93,10 +86,10 @@ def round_to_int4(weight_NK: Tensor, group: int, *, name: str = "weight") -> Int
     grouped_NGH = torch.cat([weight_NK, fill_NK], dim=1).view(out_features, -1, group)
     lo_NG, hi_NG = grouped_NGH.amin(-1), grouped_NGH.amax(-1)
     minimum_NG = lo_NG.bfloat16()
-    scale_NG = _ratio(hi_NG - lo_NG, CODES_4).bfloat16()
+    scale_NG = ((hi_NG - lo_NG) / torch.full_like(lo_NG, CODES_4)).bfloat16()
     usable_NG = scale_NG.float() >= TINY
     scale_NG = torch.where(usable_NG, scale_NG, torch.zeros_like(scale_NG))
-    inverse_NG = torch.where(usable_NG, _ratio(1.0, scale_NG.float()), torch.zeros_like(lo_NG))
+    inverse_NG = torch.where(usable_NG, torch.ones_like(lo_NG) / scale_NG.float(), torch.zeros_like(lo_NG))
     steps_NGH = (grouped_NGH - minimum_NG.float()[..., None]) * inverse_NG[..., None]
     codes_NGH = steps_NGH.clamp(0.0, CODES_4).round()
     return Int4Rounding(
@@ -116,6 +109,7 @@ def round_to_int8_rows(weight_NK: Tensor, *, name: str = "weight") -> Int8Roundi
     top_N = weight_NK.abs().amax(-1)
     usable_N = top_N >= TINY
     top_N = torch.where(usable_N, top_N, torch.zeros_like(top_N))
-    inverse_N = torch.where(usable_N, _ratio(CODES_8, top_N), torch.zeros_like(top_N))
+    codes_N = torch.full_like(top_N, CODES_8)
+    inverse_N = torch.where(usable_N, codes_N / top_N, torch.zeros_like(top_N))
     codes_NK = (weight_NK * inverse_N[:, None]).clamp(-CODES_8, CODES_8).round()
-    return Int8Rounding(codes_NK=codes_NK.to(torch.int8), scale_N=_ratio(top_N, CODES_8))
+    return Int8Rounding(codes_NK=codes_NK.to(torch.int8), scale_N=top_N / codes_N)
