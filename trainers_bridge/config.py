@@ -1,0 +1,129 @@
+"""Settings of a training run: the trainer and its task. Imports nothing heavy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollout.errors import ConfigError
+
+MAX_NEW_TOKENS = 96
+"""Longest completion a training run asks for. The trainer pads every sample of a pass to the longest one,
+so a single long completion sets the cost of the whole step's backward pass."""
+
+Operation = Literal["multiply", "add", "subtract"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What the policy is asked to learn."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    operations: tuple[Operation, ...] = ("multiply",)
+    smallest: int = 2
+    largest: int = 9
+    """Operands are drawn from ``smallest`` to ``largest``, both included."""
+
+    prompts: int = 512
+    """Questions generated; a run longer than this sees some again."""
+
+    min_words: int = 8
+    """Words a full-marks reply has, answer included: without a floor the shortest reply is the bare number,
+    and nothing is explained any more."""
+
+    def __post_init__(self) -> None:
+        if not self.operations:
+            raise ConfigError("task.operations must name at least one operation")
+        if self.smallest > self.largest:
+            raise ConfigError(f"task.smallest must be <= task.largest ({self.largest}), got {self.smallest}")
+        _at_least("task", 1, prompts=self.prompts)
+        _at_least("task", 0, smallest=self.smallest, min_words=self.min_words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """How the policy is trained, and what the rollouts of a step look like."""
+
+    kind: Literal["trl"] = "trl"
+    steps: int = 32
+    prompts_per_step: int = 2
+    num_generations: int = 8
+    """Samples of each prompt; their rewards are compared with each other."""
+
+    learning_rate: float = 2e-5
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    beta: float = 0.0
+    """Weight of the KL term against the starting policy; above 0 a second copy of the model is kept."""
+
+    max_new_tokens: int = 96
+    temperature: float = 1.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Further sampling parameters, by the names of ``SamplingParams``."""
+
+    allow_filters: bool = False
+    """Allow top_p, top_k and min_p. The trainer scores the full vocabulary, so the text is then drawn from
+    another distribution than the one it differentiates; the kept mass is logged."""
+
+    trainable_layers: int = 0
+    """Train only this many of the last layers and the final norm; 0 trains everything. The backward pass
+    stops below them, which is where most of a step's time goes."""
+
+    samples_per_pass: int = 0
+    """Samples in one forward and backward pass; 0: a whole step's."""
+
+    mismatch_samples: int = 2
+    """Completions per step whose logprobs the trainer's model recomputes, to log how far rollout and
+    trainer lie apart; 0 switches the check off."""
+
+    weights_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of pushed weights. ``auto``: what the engine stores, so that nothing is sent to be rounded away."""
+
+    max_minutes: float = 0.0
+    """Stop after the step in which this much time has passed; 0: no limit."""
+
+    threads: int = 0
+    """Threads of the trainer's own maths; 0: torch's choice."""
+
+    seed: int | None = None
+    """Of the trainer and the order of prompts; None: the job's."""
+
+    save_policy: bool = False
+    """Write the trained policy beside the run's numbers, as a Hugging Face folder."""
+
+    def __post_init__(self) -> None:
+        _at_least("trainer", 1, steps=self.steps, prompts_per_step=self.prompts_per_step)
+        _at_least("trainer", 2, num_generations=self.num_generations)
+        _at_least(
+            "trainer",
+            0,
+            warmup_steps=self.warmup_steps,
+            beta=self.beta,
+            trainable_layers=self.trainable_layers,
+            samples_per_pass=self.samples_per_pass,
+            mismatch_samples=self.mismatch_samples,
+            max_minutes=self.max_minutes,
+            threads=self.threads,
+        )
+        if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
+            raise ConfigError(
+                f"trainer.max_new_tokens must be in 1..{MAX_NEW_TOKENS}, got {self.max_new_tokens}"
+            )
+        for name in ("learning_rate", "temperature", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"trainer.{name} must be > 0, got {getattr(self, name)}")
+        if self.samples_per_pass and self.samples_per_step % self.samples_per_pass:
+            raise ConfigError(
+                f"trainer.samples_per_pass must divide the {self.samples_per_step} samples of a step, "
+                f"got {self.samples_per_pass}"
+            )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Completions one trainer step learns from."""
+        return self.prompts_per_step * self.num_generations
+
+
+def _at_least(section: str, least: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= least:
+            raise ConfigError(f"{section}.{name} must be >= {least}, got {value}")

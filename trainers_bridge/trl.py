@@ -1,0 +1,320 @@
+"""TRL's ``GRPOTrainer`` on our rollouts. The only file that imports TRL; the trainer itself stays TRL's.
+
+``make_rollout_func`` is all a user's own TRL script needs; ``run`` is what ``taildraft run`` calls.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# TRL warns about ``rollout_func`` on every trainer unless told beforehand that this is known.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from rollout.errors import ConfigError
+from rollout.jobs.config import JobConfig
+from rollout.progress import Progress, say
+from rollout.settings import load_config, to_plain
+from rollout.tracking.tracker import Tracker
+from trainers_bridge.config import TaskConfig, TrainerConfig
+from trainers_bridge.contract import RolloutClient, training_params
+from trainers_bridge.rollouts import TrainerRollouts
+from trainers_bridge.summary import StepResult, summarize
+from trainers_bridge.tasks.registry import Task, build_task
+
+log = logging.getLogger(__name__)
+
+SUMMARY_FILE = "summary.json"
+STEPS = "steps"
+"""Kind of the journal's records of trainer steps: the fields of ``StepResult``, plus ``reward`` and
+``optimize_s``."""
+
+
+def make_rollout_func(
+    client: RolloutClient, tokenizer: Any, config: TrainerConfig, tracker: Tracker, *, run_seed: int = 0
+) -> TrainerRollouts:
+    """Return a ``rollout_func`` for ``GRPOTrainer``. Raises for sampling the trainer cannot reproduce.
+
+    It applies the chat template itself, pushes weights whenever ``global_step`` moved, and hands over exact
+    ids with ``scaled`` logprobs. ``policy_version``, ``finish_reason``, ``kept_logmass``, ``drafted_tokens``
+    and ``accepted_tokens`` reach the reward functions, one per sample. One per trainer and process.
+    """
+    return TrainerRollouts(
+        client=client, tokenizer=tokenizer, config=config, tracker=tracker, run_seed=run_seed
+    )
+
+
+def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
+    """Train the job's policy on its task with ``client``'s rollouts; 0 when all went well.
+
+    Writes a ``steps`` record per step, and ``summary.json`` in the run's folder. Whether the reward rose
+    is a result, not a condition of success: the summary says it.
+    """
+    config, task = settings_of(job)
+    folder = _run_folder(job)
+    with Progress(f"loading the trainer's copy of {job.policy.source}"):
+        source = policy_folder(job)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    freeze(model, config.trainable_layers)
+    rollouts = make_rollout_func(client, tokenizer, config, tracker, run_seed=job.seed)
+    with Progress("training", total=config.steps) as progress:
+        watch = StepWatch(rollouts, config=config, tracker=tracker, progress=progress)
+        trainer = build_trainer(
+            model=model,
+            tokenizer=tokenizer,
+            task=task,
+            config=config,
+            rollouts=rollouts,
+            folder=folder,
+            watch=watch,
+        )
+        started_s = time.perf_counter()
+        trainer.train()
+        total_s = time.perf_counter() - started_s
+    if config.save_policy:
+        trainer.save_model(str(folder / "policy"))
+    summary = summarize(watch.steps, stopped_by=watch.stopped_by, total_s=total_s)
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n")
+    for line in told(summary):
+        say(line)
+    return 0
+
+
+def settings_of(job: JobConfig) -> tuple[TrainerConfig, Task]:
+    """Return the checked trainer settings, every ``auto`` and default resolved, and the task."""
+    config = load_config(job.trainer, TrainerConfig, path="trainer")
+    seed = job.seed if config.seed is None else config.seed
+    dtype = job.engine.dtype
+    if config.weights_dtype == "auto":
+        if dtype == "float64":
+            raise ConfigError("engine.dtype: a float64 engine cannot take a float32 trainer's weights")
+        config = replace(config, weights_dtype=dtype)
+        log.info("trainer.weights_dtype: auto -> %s", dtype)
+    config = replace(config, seed=seed)
+    training_params(config)
+    task = build_task(load_config(job.task, TaskConfig, path="task"), seed=seed)
+    return config, task
+
+
+def policy_folder(job: JobConfig) -> Path:
+    """Return the Hugging Face folder of the job's policy, the same the hosts load."""
+    from rollout.policy.source import resolve
+
+    return Path(resolve(job.policy))
+
+
+def freeze(model: Any, trainable_layers: int) -> None:
+    """Leave only the last ``trainable_layers`` layers and the final norm trainable; 0 leaves all."""
+    if trainable_layers == 0:
+        return
+    body = model.base_model
+    layers = body.layers
+    if trainable_layers > len(layers):
+        raise ConfigError(f"trainer.trainable_layers: the policy has {len(layers)}, got {trainable_layers}")
+    model.requires_grad_(False)
+    for part in (*layers[-trainable_layers:], body.norm):
+        part.requires_grad_(True)
+
+
+def build_trainer(
+    *,
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    config: TrainerConfig,
+    rollouts: TrainerRollouts,
+    folder: Path,
+    watch: "StepWatch",
+) -> Any:
+    """Return a ``GRPOTrainer`` that draws its samples from ``rollouts`` and reports to ``watch``."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=[watch.rewards(reward_function(task))],
+        args=trainer_args(config, folder=folder),
+        train_dataset=Dataset.from_list(task.rows()),
+        processing_class=tokenizer,
+        rollout_func=rollouts,
+        callbacks=[watch],
+    )
+
+
+def trainer_args(config: TrainerConfig, *, folder: Path) -> Any:
+    """Return TRL's arguments: its own sampling neutral, its own logging off, one generation per step."""
+    samples_per_pass = config.samples_per_pass or config.samples_per_step
+    cuda = torch.cuda.is_available()
+    return GRPOConfig(
+        output_dir=str(folder / "trainer"),
+        use_cpu=not cuda,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=samples_per_pass,
+        gradient_accumulation_steps=config.samples_per_step // samples_per_pass,
+        num_generations=config.num_generations,
+        max_completion_length=config.max_new_tokens,
+        max_steps=config.steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="constant_with_warmup" if config.warmup_steps else "constant",
+        warmup_steps=config.warmup_steps,
+        max_grad_norm=config.max_grad_norm,
+        beta=config.beta,
+        temperature=config.temperature,
+        seed=config.seed or 0,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def reward_function(task: Task) -> Callable[..., list[float]]:
+    """Return ``task``'s reward as TRL calls it: columns in, one reward per sample out."""
+
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[Any], finish_reason: Sequence[str], **columns: Any
+    ) -> list[float]:
+        names = [n for n in row_names if n in columns]
+        return [
+            task.reward(
+                text_of(completion), ended=finish_reason[i] == "stop", **{n: columns[n][i] for n in names}
+            )
+            for i, completion in enumerate(completions)
+        ]
+
+    row_names = [n for n in task.rows()[0] if n != "prompt"]
+    return reward
+
+
+def text_of(completion: Any) -> str:
+    """Return a completion's text, whether TRL wrapped it in a message or not."""
+    return completion if isinstance(completion, str) else str(completion[0]["content"])
+
+
+class StepWatch(TrainerCallback):  # type: ignore[misc]
+    """Times trainer steps, keeps their rewards, reports each, and stops the run when its time is over."""
+
+    def __init__(
+        self,
+        rollouts: TrainerRollouts,
+        *,
+        config: TrainerConfig,
+        tracker: Tracker,
+        progress: Progress | None = None,
+    ) -> None:
+        self.steps: list[StepResult] = []
+        self.stopped_by = "steps"
+        self._rollouts, self._config, self._tracker, self._progress = rollouts, config, tracker, progress
+        self._rewards: list[float] = []
+        self._counts = {"drafted_tokens": 0, "accepted_tokens": 0, "tokens": 0}
+        self._started_s = self._step_started_s = time.perf_counter()
+
+    def rewards(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
+        """Return ``reward``, overheard."""
+
+        def overheard(**kwargs: Any) -> list[float]:
+            values = reward(**kwargs)
+            self._rewards += values
+            for name in ("drafted_tokens", "accepted_tokens"):
+                self._counts[name] += sum(kwargs[name])
+            self._counts["tokens"] += sum(map(len, kwargs["completion_ids"]))
+            return values
+
+        overheard.__name__ = "task_reward"
+        return overheard
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._started_s = self._step_started_s = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the step's clock."""
+        self._step_started_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the step: keep it, report it, and ask for a stop when ``max_minutes`` are over."""
+        now_s = time.perf_counter()
+        spent = self._rollouts.clock.take()
+        result = StepResult(
+            step=int(state.global_step),
+            policy_version=self._rollouts.policy_version or 0,
+            rewards=tuple(self._rewards),
+            step_s=now_s - self._step_started_s,
+            generate_s=spent.generate_s,
+            weight_sync_s=spent.weight_sync_s,
+            mismatch_s=spent.mismatch_s,
+            **self._counts,
+        )
+        self._rewards = []
+        self._counts = dict.fromkeys(self._counts, 0)
+        self.steps.append(result)
+        self._report(result, spent.gauges)
+        limit_s = self._config.max_minutes * 60
+        if limit_s and now_s - self._started_s >= limit_s:
+            control.should_training_stop = True
+            if result.step < self._config.steps:
+                self.stopped_by = "time"
+
+    def _report(self, result: StepResult, gauges: dict[str, float]) -> None:
+        self._tracker.record(STEPS, step_fields(result))
+        values = {
+            "reward/mean": result.reward,
+            "trainer/step_s": result.step_s,
+            "trainer/generate_s": result.generate_s,
+            "trainer/weight_sync_s": result.weight_sync_s,
+            "trainer/mismatch_s": result.mismatch_s,
+            "trainer/optimize_s": result.optimize_s,
+        }
+        self._tracker.log({**values, **gauges}, clock="trainer/step", at=result.step)
+        if self._progress is not None:
+            took = f"step {result.step_s:.1f} s of which rollouts {result.generate_s:.1f} s"
+            self._progress.advance(note=f"reward {result.reward:.3f}, {took}")
+
+
+def step_fields(result: StepResult) -> dict[str, Any]:
+    """Return the journal's record of one step."""
+    fields = {name: getattr(result, name) for name in StepResult.__slots__}
+    return {
+        **fields,
+        "rewards": list(result.rewards),
+        "reward": result.reward,
+        "optimize_s": result.optimize_s,
+    }
+
+
+def told(summary: dict[str, Any]) -> list[str]:
+    """Return the summary in words."""
+    seconds, reward = summary["seconds"], summary["reward"]
+    lines = [
+        f"trained {summary['steps']} steps in {seconds['total']:.0f} s (ended by {summary['stopped_by']}): "
+        f"rollouts {seconds['generate']:.0f} s, weight pushes {seconds['weight_sync']:.0f} s, "
+        f"checks {seconds['mismatch']:.0f} s, trainer {seconds['optimize']:.0f} s"
+    ]
+    if summary["accept_rate"] is not None:
+        lines.append(f"drafts: {summary['drafted_tokens']} offered, {summary['accept_rate']:.1%} accepted")
+    if reward["improved"] is None:
+        return [*lines, f"reward: no verdict, {reward['reason']}"]
+    first, last = reward["first_quarter"], reward["last_quarter"]
+    verdict = "rose" if reward["improved"] else "did not rise"
+    return [
+        *lines,
+        f"reward {verdict} by the measure of {reward['needed_standard_errors']:g} standard errors: "
+        f"first quarter {first['mean']:.3f} +- {first['standard_error']:.3f}, "
+        f"last {last['mean']:.3f} +- {last['standard_error']:.3f}",
+    ]
+
+
+def _run_folder(job: JobConfig) -> Path:
+    if job.output_dir is None:
+        raise ValueError("open the run's folder before training")
+    return Path(job.output_dir)
