@@ -1,0 +1,230 @@
+"""Who drafts how much in one round: greedy over (sequence, position) slots, best tokens per second.
+
+A slot is one more draft token of one sequence; its worth is the chance that it is kept. Worth falls along
+a sequence, so taking slots by falling worth always takes prefixes. For every allowed longest draft, all
+counts of slots are priced at once and the best ratio of worth to seconds wins.
+
+Shapes in this file: B sequences, P positions, N slots by falling worth, G longest drafts to try.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.cost import CostModel, DraftLine
+from controller.types import SequenceLoad
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+WORTH_RANGE = (0.5, 2.0)
+"""Bounds of a sequence's weight: a straggler may count four times a newcomer, not more."""
+
+LEAST_EXPECTED_TOKENS = 16.0
+"""Remaining work assumed of a sequence that has only begun, so that weights do not explode."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One round's sequences as arrays."""
+
+    keys: tuple[int, ...]
+    context_B: Floats
+    worth_B: Floats
+    """Weight of a token of each sequence, 1 on average."""
+
+    room_B: Ints
+    """Most draft tokens each sequence can still use: one token of a round is always the target's own."""
+
+    prefill_tokens: int
+
+    @property
+    def size(self) -> int:
+        """Sequences."""
+        return len(self.keys)
+
+    @property
+    def read_tokens(self) -> float:
+        """Context tokens, each sequence once."""
+        return float(self.context_B.sum())
+
+
+def batch_of(
+    sequences: Sequence[SequenceLoad], *, prefill_tokens: int, tail_weight: float, tail: bool
+) -> Batch:
+    """Return the arrays of a round.
+
+    In the tail (nothing waits) a token weighs more where more work is expected to remain. Response
+    lengths have heavy tails, and for those the work left is about as long as the work done, up to the
+    limit; nothing better is known before the end comes.
+    """
+    context = np.asarray([s.context_tokens for s in sequences], dtype=np.float64)
+    remaining = np.asarray([s.remaining_tokens for s in sequences], dtype=np.intp)
+    worth = np.ones(len(sequences))
+    if tail and tail_weight > 0.0 and len(sequences) > 1:
+        done = np.asarray([s.generated_tokens for s in sequences], dtype=np.float64)
+        expected = np.minimum(remaining, np.maximum(done, LEAST_EXPECTED_TOKENS))
+        mean = float(expected.mean())
+        if mean > 0.0:
+            worth = np.clip(1.0 + tail_weight * (expected / mean - 1.0), *WORTH_RANGE)
+            worth /= worth.mean()
+    return Batch(
+        keys=tuple(s.key for s in sequences),
+        context_B=context,
+        worth_B=worth,
+        room_B=np.maximum(remaining - 1, 0),
+        prefill_tokens=prefill_tokens,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """Which drafter each sequence would use, and what its draft tokens are worth."""
+
+    label: str
+    drafter_B: tuple[str, ...]
+    survival_BP: Floats
+    cap_B: Ints
+    model_B: NDArray[np.bool_]
+    """Sequences whose drafter runs a model: their positions cost passes."""
+
+    line: DraftLine
+    """Of that model; zero when none is used."""
+
+    switch_s_B: Floats | None = None
+    """Seconds of catching the drafter up, spread over rounds; None when no sequence needs it."""
+
+    free_s: float = 0.0
+    """Seconds of asking drafters that run no model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """The best plan for one set of candidates."""
+
+    candidates: Candidates
+    gamma_B: Ints
+    worth_per_s: float
+    """Weighted tokens per second, comparable with plain decoding's."""
+
+    tokens: float
+    """Unweighted tokens expected."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """Every slot worth asking about, by falling worth."""
+
+    sequence_N: Ints
+    position_N: Ints
+    """From 1."""
+
+    worth_N: Floats
+
+
+def slots_of(batch: Batch, candidates: Candidates, *, least_worth: float) -> Slots:
+    """Return the slots within each cap that are worth more than ``least_worth``.
+
+    Ties keep positions in order, so every prefix of the result is a prefix of every sequence.
+    """
+    positions = candidates.survival_BP.shape[1]
+    worth_PB = (candidates.survival_BP * batch.worth_B[:, None]).T
+    position_PB = np.arange(1, positions + 1)[:, None]
+    wanted = np.flatnonzero((position_PB <= candidates.cap_B) & (worth_PB > least_worth))
+    worth_N = worth_PB.ravel()[wanted]
+    order = np.argsort(-worth_N, kind="stable")
+    wanted = wanted[order]
+    return Slots(sequence_N=wanted % batch.size, position_N=wanted // batch.size + 1, worth_N=worth_N[order])
+
+
+def allocate(
+    batch: Batch, candidates: Candidates, cost: CostModel, *, longest: Sequence[int], least_worth: float
+) -> Allocation | None:
+    """Return the best allocation that drafts anything, or None when no slot is worth asking about."""
+    slots = slots_of(batch, candidates, least_worth=least_worth)
+    if not len(slots.worth_N):
+        return None
+    runs_model = bool(candidates.model_B.any())
+    deepest = int(slots.position_N.max())
+    # One longest draft covers all others when positions cost no passes; and none beyond the deepest differ.
+    tried = [g for g in longest if g <= deepest] if runs_model else []
+    if not tried or tried[-1] < deepest <= longest[-1]:
+        tried.append(deepest)
+    taken_GN = slots.position_N <= np.asarray(tried, dtype=np.intp)[:, None]
+    seconds_GN = _seconds(batch, candidates, cost, slots, taken_GN)
+    worth_GN = float(batch.size) + (taken_GN * slots.worth_N).cumsum(1)
+    ratio_GN = worth_GN / seconds_GN
+    best = int(ratio_GN.argmax())
+    g, n = divmod(best, len(slots.worth_N))
+    chosen = slots.sequence_N[: n + 1][taken_GN[g, : n + 1]]
+    gamma_B = np.bincount(chosen, minlength=batch.size)
+    kept = np.arange(1, candidates.survival_BP.shape[1] + 1) <= gamma_B[:, None]
+    return Allocation(
+        candidates=candidates,
+        gamma_B=gamma_B.astype(np.intp),
+        worth_per_s=float(ratio_GN[g, n]),
+        tokens=batch.size + float(candidates.survival_BP[kept].sum()),
+        seconds=float(seconds_GN[g, n]),
+    )
+
+
+def _seconds(
+    batch: Batch, candidates: Candidates, cost: CostModel, slots: Slots, taken_GN: NDArray[np.bool_]
+) -> Floats:
+    """Return the seconds of the round after each slot, per longest draft."""
+    drafted_GN = taken_GN.cumsum(1)
+    context_GN = (taken_GN * batch.context_B[slots.sequence_N]).cumsum(1)
+    rows_GN = drafted_GN + (batch.size + batch.prefill_tokens)
+    read = batch.read_tokens
+    seconds_GN = cost.verify_curve_s(rows_GN, context_GN + read, sequences=batch.size, read_tokens=read)
+    base_s, per_row_s = cost.other_line_s(speculates=True)
+    seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s)
+    line = candidates.line
+    if line.pass_s or line.row_s:
+        model_GN = taken_GN & candidates.model_B[slots.sequence_N]
+        passes_GN = np.maximum.accumulate(model_GN * slots.position_N, axis=1)
+        modelled_GN = model_GN.cumsum(1)
+        seconds_GN += line.pass_s * passes_GN + line.row_s * modelled_GN
+    if candidates.switch_s_B is not None:
+        first_GN = taken_GN & (slots.position_N == 1)
+        seconds_GN += (first_GN * candidates.switch_s_B[slots.sequence_N]).cumsum(1)
+    return seconds_GN
+
+
+def allocate_uniform(
+    batch: Batch, candidates: Candidates, cost: CostModel, *, longest: Sequence[int]
+) -> Allocation | None:
+    """Return the best single gamma for engines that cannot vary it by sequence."""
+    best: Allocation | None = None
+    base_s, per_row_s = cost.other_line_s(speculates=True)
+    read = batch.read_tokens
+    positions = np.arange(1, candidates.survival_BP.shape[1] + 1)
+    for gamma in longest:
+        gamma_B = np.minimum(candidates.cap_B, gamma)
+        passes, drafted = int(gamma_B.max(initial=0)), int(gamma_B.sum())
+        if drafted == 0:
+            continue
+        rows = batch.size + batch.prefill_tokens + drafted
+        context = np.asarray([read + float((gamma_B * batch.context_B).sum())])
+        verify_s = cost.verify_curve_s(
+            np.asarray([rows], dtype=np.intp), context, sequences=batch.size, read_tokens=read
+        )
+        seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s
+        seconds += candidates.line.pass_s * passes + candidates.line.row_s * drafted
+        if candidates.switch_s_B is not None:
+            seconds += float(candidates.switch_s_B.sum())
+        kept_BP = candidates.survival_BP * (positions <= gamma_B[:, None])
+        worth = batch.size + float((kept_BP.sum(1) * batch.worth_B).sum())
+        if best is None or worth / seconds > best.worth_per_s:
+            best = Allocation(
+                candidates=candidates,
+                gamma_B=gamma_B,
+                worth_per_s=worth / seconds,
+                tokens=batch.size + float(kept_BP.sum()),
+                seconds=seconds,
+            )
+    return best

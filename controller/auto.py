@@ -1,0 +1,340 @@
+"""``auto``: most expected tokens per second, round by round, plain decoding always among the choices.
+
+Decisions use loads, past rounds and what a history has ready, never a draft token, so they are exact under
+every verify mode. What cannot be seen from the current choice is explored on a budget: probes let one
+sequence draft while speculation is off, checks decode plainly while it is on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.allocate import Allocation, Batch, Candidates, allocate, allocate_uniform, batch_of
+from controller.base import BaseController
+from controller.calibration import Calibration
+from controller.config import ControllerConfig
+from controller.cost import CostModel, DraftLine
+from controller.log import Record
+from controller.tracking import bucket_of
+from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
+
+EXPLORE_MEMORY_S = 20.0
+"""Time whose unspent exploration budget is kept: what was saved over minutes is not spent in one tail."""
+
+Ints = NDArray[np.intp]
+NO_MODEL = DraftLine(pass_s=0.0, row_s=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    """One round, read once."""
+
+    load: RoundLoad
+    batch: Batch
+    room_BD: dict[str, Ints]
+    """Per drafter the most draft tokens of each sequence."""
+
+    ar_s: float
+    ar_per_s: float
+    """Tokens per second of plain decoding; the sum of worth is the batch, so both units agree."""
+
+    least_worth: float
+    """A slot kept less often than this cannot pay even for its own policy row."""
+
+
+class AutoController(BaseController):
+    """Chooses drafter and gamma per sequence and round."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        traits: EngineTraits,
+        shapes: Mapping[str, PartShape],
+        calibration: Calibration,
+    ) -> None:
+        super().__init__(config, traits, shapes, calibration)
+        assert self._cost is not None
+        self._model: CostModel = self._cost
+        self._on = False
+        self._round = 0
+        self._seen_round: dict[str, int] = dict.fromkeys(self._drafters, 0)
+        """Round in which each drafter was last observed or probed."""
+        self._ar_seen_round: dict[int, int] = {}
+        """By bucket of the batch: the round in which plain decoding was last observed."""
+        self._last_drafter: dict[int, str] = {}
+        self._credit_s = 0.0
+        self._explored_s = 0.0
+        self._pending_loss_s = 0.0
+        self._pending_rate = 0.0
+        self._options: list[Allocation] = []
+        self._last_ar: tuple[float, float] = (0.0, 0.0)
+
+    # Deciding.
+
+    def _plan(self, load: RoundLoad) -> RoundPlan:
+        self._round += 1
+        self._pending_loss_s = 0.0
+        view = self._view(load)
+        self._options = self._priced_options(view)
+        self._last_ar = (view.ar_s, float(view.batch.size))
+        best = max(self._options, key=lambda a: a.worth_per_s, default=None)
+        gain = best.worth_per_s / view.ar_per_s - 1.0 if best is not None else -1.0
+        config = self._config
+        enough = config.margin_frac - (config.hysteresis_frac if self._on else 0.0)
+        self._on = gain >= enough
+        if best is None or not self._on:
+            why = "nothing worth drafting" if best is None else f"gain {gain:+.1%} below the margin"
+            return self._explore_off(view, why)
+        assignments = self._assignments_of(view, best)
+        plan = self._priced(load, assignments, f"{best.candidates.label}: gain {gain:+.1%}")
+        return self._explore_on(view, plan, best.worth_per_s)
+
+    def _view(self, load: RoundLoad) -> _View:
+        sequences = load.sequences
+        batch = batch_of(
+            sequences,
+            prefill_tokens=load.prefill_tokens,
+            tail_weight=self._config.tail_weight,
+            tail=load.waiting == 0 and load.prefill_tokens == 0,
+        )
+        longest = self._config.gammas[-1]
+        room = {
+            name: np.asarray([min(longest, self._room(s, name)) for s in sequences], dtype=np.intp)
+            for name in self._drafters
+            if self._watchdog.usable(name)
+        }
+        rows, read = batch.size + load.prefill_tokens, batch.read_tokens
+        ar_s = self._model.predict_round(load, {}).total_s
+        ar_per_s = batch.size / ar_s
+        row_s = self._model.least_row_s(rows=rows, read_tokens=read, context_tokens=read)
+        return _View(
+            load=load,
+            batch=batch,
+            room_BD={name: caps for name, caps in room.items() if caps.any()},
+            ar_s=ar_s,
+            ar_per_s=ar_per_s,
+            least_worth=row_s * ar_per_s,
+        )
+
+    def _priced_options(self, view: _View) -> list[Allocation]:
+        options = []
+        for candidates in self._candidates(view):
+            if self._traits.gamma_per_sequence:
+                found = allocate(
+                    view.batch,
+                    candidates,
+                    self._model,
+                    longest=self._config.gammas,
+                    least_worth=view.least_worth,
+                )
+            else:
+                found = allocate_uniform(view.batch, candidates, self._model, longest=self._config.gammas)
+            if found is not None:
+                options.append(found)
+        return options
+
+    def _candidates(self, view: _View) -> list[Candidates]:
+        """Return every drafter alone and, where sequences may differ, each model with all free drafters."""
+        alone = {name: self._alone(view, name) for name in view.room_BD}
+        out = list(alone.values())
+        free = [c for name, c in alone.items() if not self._model.runs_model(name)]
+        if self._traits.gamma_per_sequence and free:
+            models = [c for name, c in alone.items() if self._model.runs_model(name)]
+            out += [_mixed(view, model, free) for model in models]
+        return out
+
+    def _alone(self, view: _View, name: str) -> Candidates:
+        batch, caps = view.batch, view.room_BD[name]
+        runs_model = self._model.runs_model(name)
+        line = NO_MODEL
+        if runs_model:
+            line = self._model.draft_line(
+                name,
+                sequences=int(np.count_nonzero(caps)),
+                mean_context_tokens=batch.read_tokens / batch.size,
+            )
+        return Candidates(
+            label=name,
+            drafter_B=(name,) * batch.size,
+            survival_BP=self._acceptance.survival(name, batch.keys)[:, : self._config.gammas[-1]],
+            cap_B=caps,
+            model_B=np.full(batch.size, runs_model),
+            line=line,
+            switch_s_B=self._switch_s(view, name, line),
+            free_s=0.0 if runs_model else self._model.free_draft_s(name, int(np.count_nonzero(caps))),
+        )
+
+    def _switch_s(self, view: _View, name: str, line: DraftLine) -> NDArray[np.float64] | None:
+        """Return per sequence the share of catching up that one round pays, None for drafters without."""
+        tokens = self._drafters[name].switch_tokens_per_sequence
+        if not tokens:
+            return None
+        share = (line.pass_s + tokens * line.row_s) / self._config.switch_horizon_rounds
+        return np.asarray([0.0 if self._last_drafter.get(k) == name else share for k in view.batch.keys])
+
+    def _assignments_of(self, view: _View, best: Allocation) -> dict[int, Assignment]:
+        drafters, gammas = best.candidates.drafter_B, best.gamma_B.tolist()
+        return {
+            key: self._assignment(drafter, gamma)
+            for key, drafter, gamma in zip(view.batch.keys, drafters, gammas, strict=True)
+            if gamma > 0
+        }
+
+    # Exploring.
+
+    def _explore_off(self, view: _View, why: str) -> RoundPlan:
+        plain = self._priced(view.load, {}, why)
+        probe = self._probe(view, plain, view.ar_per_s)
+        return plain if probe is None else probe
+
+    def _explore_on(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan:
+        bucket = bucket_of(view.batch.size)
+        seen = self._ar_seen_round.setdefault(bucket, self._round)
+        loss_s = view.ar_s - view.batch.size / best_per_s
+        if self._round - seen >= self._config.check_interval_rounds and self._afford(loss_s, best_per_s):
+            self._ar_seen_round[bucket] = self._round
+            return self._priced(view.load, {}, "check of plain decoding", probe=True)
+        probe = self._probe(view, plan, best_per_s)
+        return plan if probe is None else probe
+
+    def _probe(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan | None:
+        """Return ``plan`` with one sequence moved to the drafter unseen for longest; None when not due."""
+        due = [
+            name
+            for name in view.room_BD
+            if self._round - self._seen_round[name] >= self._config.probe_interval_rounds
+        ]
+        if not due or not (self._traits.gamma_per_sequence or not plan.assignments):
+            return None
+        name = min(due, key=lambda d: self._seen_round[d])
+        caps = np.minimum(view.room_BD[name], self._config.probe_gamma)
+        # The heaviest sequence stays longest, so what is learnt about it is used longest.
+        at = int(np.argmax(np.where(caps > 0, view.batch.worth_B, -1.0)))
+        assignments = dict(plan.assignments)
+        if self._traits.gamma_per_sequence:
+            assignments[view.batch.keys[at]] = self._assignment(name, int(caps[at]))
+        else:
+            assignments = {
+                k: self._assignment(name, int(g)) for k, g in zip(view.batch.keys, caps, strict=True) if g
+            }
+        probe = self._priced(view.load, assignments, f"probe of {name}", probe=True)
+        loss_s = probe.predicted_s - probe.predicted_tokens / best_per_s
+        if not self._afford(loss_s, best_per_s):
+            return None
+        self._seen_round[name] = self._round
+        return probe
+
+    def _afford(self, loss_s: float, best_per_s: float) -> bool:
+        """Whether the budget covers an exploring round; if so it is charged when its facts arrive."""
+        loss_s = max(0.0, loss_s)
+        if loss_s > self._credit_s:
+            return False
+        self._pending_loss_s, self._pending_rate = loss_s, best_per_s
+        self._credit_s -= loss_s
+        self._explored_s += loss_s
+        return True
+
+    # Learning.
+
+    def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
+        budget = self._config.explore_budget_frac
+        self._credit_s = min(budget * EXPLORE_MEMORY_S, self._credit_s + budget * facts.total_s)
+        if plan is not None and plan.probe:
+            self._charge_surprise(facts)
+        speculated = False
+        for o in facts.outcomes:
+            if o.gamma > 0:
+                speculated = True
+                if o.drafter in self._seen_round:
+                    self._seen_round[o.drafter] = self._round
+            if o.finished:
+                self._last_drafter.pop(o.key, None)
+            elif o.drafter in self._drafters and self._drafters[o.drafter].switch_tokens_per_sequence:
+                self._last_drafter[o.key] = o.drafter
+        if not speculated and facts.batch:
+            self._ar_seen_round[bucket_of(facts.batch)] = self._round
+        if len(self._last_drafter) > 4 * self._traits.max_batch:
+            alive = {o.key for o in facts.outcomes}
+            self._last_drafter = {k: v for k, v in self._last_drafter.items() if k in alive}
+
+    def _charge_surprise(self, facts: RoundFacts) -> None:
+        """Charge what an exploring round lost beyond its prediction; a stall is not its fault."""
+        lost_s = facts.total_s - facts.committed / self._pending_rate if self._pending_rate else 0.0
+        extra = min(max(0.0, lost_s - self._pending_loss_s), self._pending_loss_s)
+        self._credit_s -= extra
+        self._explored_s += extra
+        self._pending_loss_s = 0.0
+
+    # Explaining.
+
+    def _alternatives(self) -> list[Record]:
+        ar_s, ar_tokens = self._last_ar
+        out: list[Record] = [
+            {"label": AR, "predicted_s": ar_s, "tokens": ar_tokens, "longest": 0, "drafted": 0}
+        ]
+        for option in self._options:
+            out.append(
+                {
+                    "label": option.candidates.label,
+                    "predicted_s": option.seconds,
+                    "tokens": option.tokens,
+                    "longest": int(option.gamma_B.max()),
+                    "drafted": int(option.gamma_B.sum()),
+                }
+            )
+        return out
+
+    def gauges(self) -> dict[str, float]:
+        """Return loggable numbers."""
+        explored = self._explored_s / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        return {
+            **super().gauges(),
+            "controller/speculating": float(self._on),
+            "controller/explored_frac": explored,
+        }
+
+
+def _mixed(view: _View, model: Candidates, free: list[Candidates]) -> Candidates:
+    """Return ``model`` with the sequences moved to a free drafter that gain more there.
+
+    Gain is what the kept tokens are worth beyond the rows they take, at plain decoding's rate; the model
+    also pays its rows, but not its passes, which it shares.
+    """
+    row = view.least_worth
+    gain_B = _gain(model, row + model.line.row_s * view.ar_per_s)
+    drafter_B = np.asarray(model.drafter_B, dtype=object)
+    survival_BP, cap_B, model_B = model.survival_BP.copy(), model.cap_B.copy(), model.model_B.copy()
+    free_s, switch_s_B = 0.0, None if model.switch_s_B is None else model.switch_s_B.copy()
+    positions = survival_BP.shape[1]
+    for other in free:
+        other_gain_B = _gain(other, row)
+        moved_B = (other.cap_B > 0) & (other_gain_B >= gain_B)
+        width = min(positions, other.survival_BP.shape[1])
+        gain_B = np.where(moved_B, other_gain_B, gain_B)
+        drafter_B[moved_B] = other.label
+        survival_BP[moved_B] = 0.0
+        survival_BP[moved_B, :width] = other.survival_BP[moved_B, :width]
+        cap_B[moved_B] = np.minimum(other.cap_B, width)[moved_B]
+        model_B[moved_B] = False
+        free_s += other.free_s
+        if switch_s_B is not None:
+            switch_s_B[moved_B] = 0.0
+    return Candidates(
+        label=f"{model.label}+{'+'.join(f.label for f in free)}",
+        drafter_B=tuple(drafter_B.tolist()),
+        survival_BP=survival_BP,
+        cap_B=cap_B,
+        model_B=model_B,
+        line=model.line,
+        switch_s_B=switch_s_B,
+        free_s=free_s,
+    )
+
+
+def _gain(candidates: Candidates, row_worth: float) -> NDArray[np.float64]:
+    """Return per sequence the worth of its best number of draft tokens beyond their rows."""
+    positions = np.arange(1, candidates.survival_BP.shape[1] + 1)
+    within = positions <= candidates.cap_B[:, None]
+    return np.asarray(np.maximum(0.0, (candidates.survival_BP - row_worth) * within).sum(1))

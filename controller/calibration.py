@@ -1,0 +1,325 @@
+"""What a machine can do with a model: a sweep to run, a robust fit of it, and its JSON.
+
+The sweep itself is run by whoever owns the engine. A part's forward of R rows over its sequences is
+
+    max(bytes / bandwidth, flops / rate) + overhead + overhead_per_row * R
+
+with bytes = weights + context_factor * KV read once per sequence, and flops = rows' linears +
+context_factor * attention of every row. The policy's bandwidth and rate are the machine's; a drafter's
+differ by its kernels and are fitted on their own.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.types import POLICY, PartShape
+
+Floats = NDArray[np.float64]
+
+OTHER = "other"
+"""Part name of samples that time a round minus its forwards: plan, choose, commit."""
+
+CALIBRATION_FORMAT = 1
+"""Raised when the meaning of a stored field changes; an older file is then refused, not guessed at."""
+
+BANDWIDTH_RANGE = (1e7, 1e14)
+"""Bytes per second, from a starved container to well beyond one accelerator."""
+
+RATE_RANGE = (1e7, 1e16)
+"""Floating-point operations per second, same reach."""
+
+CONTEXT_RANGE = (0.1, 20.0)
+"""Attention moves strided memory and computes small products, so it costs a multiple of its bytes."""
+
+OVERHEAD_RANGE = (1e-7, 1.0)
+"""Seconds of one call: a hundred nanoseconds to a second."""
+
+ROW_OVERHEAD_RANGE = (1e-9, 0.1)
+"""Seconds of one row beside its flops."""
+
+PRIOR_WEIGHT = 0.02
+"""Pull of every log parameter to its start. Far below one sample's weight, it only decides what the
+samples leave open, such as the rate of a part that was never bound by it."""
+
+HUBER_LOG = 0.1
+"""Log residual past which a sample counts linearly: 10% is model error, more is a stall."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPoint:
+    """One forward to time."""
+
+    part: str
+    rows: int
+    sequences: int
+    """Sequences that share the rows equally; ``rows`` is a multiple of it."""
+
+    context_tokens: int
+    """Context of each sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One timed forward; for part ``OTHER`` the rest of a round with ``rows`` verified rows."""
+
+    part: str
+    rows: int
+    sequences: int
+    context_tokens: int
+    """Context of each sequence, not their sum."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartFit:
+    """Fitted parameters of one part."""
+
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    context_factor: float
+    """Multiplies KV bytes and attention flops."""
+
+    overhead_s: float
+    overhead_s_per_row: float
+    samples: int
+    mape_frac: float
+    """Mean absolute error of the fit over its own samples, relative."""
+
+    worst_frac: float
+    """Largest of those errors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherFit:
+    """Seconds of a round outside the forwards."""
+
+    base_s: float = 0.0
+    s_per_row: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """All parts of one model on one machine."""
+
+    key: str
+    """Names machine and model; the caller builds it and asks for it when loading."""
+
+    parts: Mapping[str, PartFit]
+    other: OtherFit = field(default_factory=OtherFit)
+
+    def to_json(self) -> str:
+        """Return the whole record as JSON text; ``from_json`` gives back an equal record."""
+        return json.dumps({"format": CALIBRATION_FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, *, key: str | None = None) -> "Calibration":
+        """Return the stored record. Raises ``ValueError`` on another format or another ``key``."""
+        try:
+            data = json.loads(text)
+            found, stored = data.pop("format"), data["key"]
+            record = cls(
+                key=stored,
+                parts={name: PartFit(**fit) for name, fit in data["parts"].items()},
+                other=OtherFit(**data["other"]),
+            )
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a calibration: {error}") from error
+        if found != CALIBRATION_FORMAT:
+            raise ValueError(f"calibration format {found}, expected {CALIBRATION_FORMAT}")
+        if key is not None and stored != key:
+            raise ValueError(f"calibration is for {stored!r}, not {key!r}")
+        return record
+
+    def report(self) -> dict[str, float]:
+        """Return the error of the fit per part, ``calibration/mape_frac/PART`` and the worst sample."""
+        out: dict[str, float] = {}
+        for name, fit in self.parts.items():
+            out[f"calibration/mape_frac/{name}"] = fit.mape_frac
+            out[f"calibration/worst_frac/{name}"] = fit.worst_frac
+        return out
+
+
+def sweep_plan(
+    shapes: Mapping[str, PartShape], max_batch: int, *, max_context_tokens: int = 512, max_gamma: int = 8
+) -> list[SweepPoint]:
+    """Return the forwards to time: powers of two in rows, both kinds of rows, two contexts.
+
+    At five repetitions of at most 250 ms for the largest it stays within 20 s on two slow cores.
+    Drafters that run no model are left out: there is nothing to time.
+    """
+    if max_batch < 1 or max_context_tokens < 8:
+        raise ValueError(f"nothing to sweep: max_batch {max_batch}, max_context_tokens {max_context_tokens}")
+    short, long = max(1, max_context_tokens // 8), max_context_tokens
+    batches = [1 << i for i in range(max_batch.bit_length()) if 1 << i <= max_batch]
+    points: list[SweepPoint] = []
+    for name, shape in shapes.items():
+        if name != POLICY and shape.rows_per_draft_token == 0:
+            continue
+        wide = [(b, b) for b in batches]
+        if name == POLICY:
+            # Verification: few sequences with many rows each, up to where it is surely compute-bound.
+            wide += [(s * r, s) for s in batches if s <= 8 for r in (2, 4, max_gamma)]
+        for rows, sequences in wide:
+            contexts = (short, long) if rows == sequences and sequences in (1, 4, 16) else (short,)
+            points += [
+                SweepPoint(part=name, rows=rows, sequences=sequences, context_tokens=c) for c in contexts
+            ]
+    return points
+
+
+def fit(samples: Sequence[Sample], shapes: Mapping[str, PartShape], *, key: str = "") -> Calibration:
+    """Return the calibration that explains ``samples`` best.
+
+    Robust least squares of log seconds per part, within the ranges above. Raises ``ValueError`` for a part
+    without a shape, fewer than four samples of a part, a time that is not positive, or no policy samples.
+    """
+    for s in samples:
+        if not (math.isfinite(s.seconds) and s.seconds > 0 and s.rows > 0 and s.sequences > 0):
+            raise ValueError(f"not a usable sample: {s}")
+    by_part: dict[str, list[Sample]] = {}
+    for s in samples:
+        by_part.setdefault(s.part, []).append(s)
+    other = _fit_other(by_part.pop(OTHER, []))
+    if POLICY not in by_part:
+        raise ValueError(f"no samples of {POLICY!r}: nothing would price plain decoding")
+    unknown = sorted(set(by_part) - set(shapes))
+    if unknown:
+        raise ValueError(f"samples of parts without a shape: {', '.join(unknown)}")
+    policy = _fit_part(by_part[POLICY], shapes[POLICY], prior=None)
+    parts = {POLICY: policy}
+    for name, rows in by_part.items():
+        if name != POLICY:
+            parts[name] = _fit_part(rows, shapes[name], prior=policy)
+    return Calibration(key=key, parts=parts, other=other)
+
+
+def _terms(samples: Sequence[Sample], shape: PartShape) -> tuple[Floats, Floats]:
+    """Return per sample (weight bytes, KV bytes, row flops, attention flops, rows) and the seconds."""
+    columns = [
+        (
+            shape.weight_bytes,
+            shape.kv_bytes_per_token * s.context_tokens * s.sequences,
+            shape.flops_per_row * s.rows,
+            shape.flops_per_context_token * s.context_tokens * s.rows,
+            s.rows,
+        )
+        for s in samples
+    ]
+    return np.asarray(columns, dtype=np.float64), np.asarray([s.seconds for s in samples], dtype=np.float64)
+
+
+def _predict(log_params: Floats, terms_N5: Floats) -> Floats:
+    bandwidth, rate, context, base, per_row = np.exp(log_params)
+    moved_s = (terms_N5[:, 0] + context * terms_N5[:, 1]) / bandwidth
+    maths_s = (terms_N5[:, 2] + context * terms_N5[:, 3]) / rate
+    return np.asarray(np.maximum(moved_s, maths_s) + base + per_row * terms_N5[:, 4])
+
+
+def _fit_part(samples: Sequence[Sample], shape: PartShape, *, prior: PartFit | None) -> PartFit:
+    if len(samples) < 4:
+        raise ValueError(f"{shape.name}: {len(samples)} samples cannot fix five parameters")
+    terms, seconds = _terms(samples, shape)
+    low, high = np.log(
+        np.asarray([BANDWIDTH_RANGE, RATE_RANGE, CONTEXT_RANGE, OVERHEAD_RANGE, ROW_OVERHEAD_RANGE]).T
+    )
+    best: tuple[float, Floats] | None = None
+    for start in _starts(terms, seconds, prior):
+        start = np.clip(start, low, high)
+        params, cost = _levenberg_marquardt(
+            lambda p: np.log(_predict(p, terms) / seconds), start, low=low, high=high
+        )
+        if best is None or cost < best[0]:
+            best = (cost, params)
+    assert best is not None
+    error = np.abs(_predict(best[1], terms) / seconds - 1.0)
+    bandwidth, rate, context, base, per_row = (float(v) for v in np.exp(best[1]))
+    return PartFit(
+        bandwidth_bytes_per_s=bandwidth,
+        flops_per_s=rate,
+        context_factor=context,
+        overhead_s=base,
+        overhead_s_per_row=per_row,
+        samples=len(samples),
+        mape_frac=float(error.mean()),
+        worst_frac=float(error.max()),
+    )
+
+
+def _starts(terms_N5: Floats, seconds_N: Floats, prior: PartFit | None) -> list[Floats]:
+    """Return log parameters to start from: the fastest forward sets the bandwidth, the densest the rate."""
+    fastest, densest = float(seconds_N.min()), int(np.argmax(terms_N5[:, 2] / seconds_N))
+    moved = float(max(1.0, terms_N5[:, 0].min()))
+    rate = float(max(1.0, terms_N5[densest, 2] / seconds_N[densest]))
+    if prior is not None:
+        rate = max(rate, prior.flops_per_s)
+    starts = []
+    for share in (0.95, 0.7, 0.4):
+        for context in (1.0, 3.0):
+            guess = [moved / (share * fastest), rate, context, 0.5 * (1 - share) * fastest, fastest * 1e-3]
+            starts.append(np.log(np.asarray(guess)))
+    return starts
+
+
+def _levenberg_marquardt(
+    residual: Callable[[Floats], Floats], start: Floats, *, low: Floats, high: Floats
+) -> tuple[Floats, float]:
+    """Minimise the Huber sum of ``residual`` within bounds; return the parameters and the cost."""
+
+    def weighted(params: Floats) -> tuple[Floats, Floats, float]:
+        r = residual(params)
+        size = np.abs(r)
+        weight = np.where(size <= HUBER_LOG, 1.0, HUBER_LOG / np.maximum(size, HUBER_LOG))
+        loss = np.where(size <= HUBER_LOG, 0.5 * r * r, HUBER_LOG * (size - 0.5 * HUBER_LOG))
+        pull = PRIOR_WEIGHT * HUBER_LOG * (params - start)
+        return r, weight, float(loss.sum() + 0.5 * (pull @ pull))
+
+    params, damping = start.copy(), 1e-2
+    r, weight, cost = weighted(params)
+    for _ in range(80):
+        jacobian = np.empty((len(r), len(params)))
+        for i in range(len(params)):
+            moved = params.copy()
+            moved[i] += 1e-5
+            jacobian[:, i] = (residual(moved) - r) / 1e-5
+        pull = (PRIOR_WEIGHT * HUBER_LOG) ** 2
+        gradient = jacobian.T @ (weight * r) + pull * (params - start)
+        curvature = (jacobian.T * weight) @ jacobian + pull * np.eye(len(params))
+        for _ in range(8):
+            lifted = curvature + damping * np.diag(np.diag(curvature) + 1e-9)
+            trial = np.clip(params - np.linalg.solve(lifted, gradient), low, high)
+            trial_r, trial_weight, trial_cost = weighted(trial)
+            if trial_cost < cost:
+                break
+            damping *= 4.0
+        else:
+            return params, cost
+        settled = cost - trial_cost < 1e-10 * (1.0 + cost)
+        params, r, weight, cost, damping = trial, trial_r, trial_weight, trial_cost, max(1e-9, damping / 6.0)
+        if settled:
+            break
+    return params, cost
+
+
+def _fit_other(samples: Sequence[Sample]) -> OtherFit:
+    """Return a line through the medians per row count, both parts at least 0."""
+    by_rows: dict[int, list[float]] = {}
+    for s in samples:
+        by_rows.setdefault(s.rows, []).append(s.seconds)
+    if not by_rows:
+        return OtherFit()
+    rows = np.asarray(sorted(by_rows), dtype=np.float64)
+    seconds = np.asarray([float(np.median(by_rows[int(r)])) for r in rows])
+    if len(rows) == 1:
+        return OtherFit(base_s=float(seconds[0]))
+    slope, base = np.polyfit(rows, seconds, 1)
+    if slope < 0:
+        return OtherFit(base_s=float(np.median(seconds)))
+    if base < 0:
+        return OtherFit(s_per_row=float((seconds * rows).sum() / (rows * rows).sum()))
+    return OtherFit(base_s=float(base), s_per_row=float(slope))

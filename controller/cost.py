@@ -1,0 +1,274 @@
+"""What a round costs: the roofline of every part, kept true by the rounds themselves.
+
+A forward of a part is max(bytes / bandwidth, flops / rate) + overhead(rows). Rows of one sequence read
+its keys once (bytes) but each computes its own attention (flops). Two machine parameters, bandwidth and
+rate, are followed online, each by the forwards it bounds; what stays wrong for one shape over many rounds
+goes to a residual table, so that plain and speculative rounds stay comparable.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.calibration import Calibration, PartFit
+from controller.config import ControllerConfig
+from controller.tracking import FactorTracker, LineTracker, ResidualTable
+from controller.types import POLICY, Assignment, DraftCost, PartShape, RoundFacts, RoundLoad
+
+Floats = NDArray[np.float64]
+
+LEAST_MAIN_FRAC = 0.2
+"""A forward faster than its own overhead still tells the machine is no more than this much faster."""
+
+
+class RoundPrediction(NamedTuple):
+    """Seconds of the three parts of a round."""
+
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole round."""
+        return self.draft_s + self.verify_s + self.other_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftLine:
+    """Draft cost of one drafter as a line: every pass costs ``pass_s``, every row in it ``row_s``."""
+
+    pass_s: float
+    row_s: float
+
+
+class _Part:
+    """One part's calibrated roofline."""
+
+    def __init__(self, shape: PartShape, fit: PartFit, *, quantile: float) -> None:
+        self.weight_s = shape.weight_bytes / fit.bandwidth_bytes_per_s
+        self.read_s = fit.context_factor * shape.kv_bytes_per_token / fit.bandwidth_bytes_per_s
+        self.row_s = shape.flops_per_row / fit.flops_per_s
+        self.context_s = fit.context_factor * shape.flops_per_context_token / fit.flops_per_s
+        self.base_s, self.per_row_s = fit.overhead_s, fit.overhead_s_per_row
+        self.residuals = ResidualTable(quantile=quantile)
+
+
+class CostModel:
+    """Seconds of rounds on one machine. Owned by one controller; nothing else changes it."""
+
+    def __init__(
+        self, shapes: Mapping[str, PartShape], calibration: Calibration, config: ControllerConfig
+    ) -> None:
+        """Raises ``ValueError`` when a part that runs a model has no calibration."""
+        if POLICY not in shapes:
+            raise ValueError(f"no shape of {POLICY!r}")
+        quantile = config.cost_quantile
+        self._parts: dict[str, _Part] = {}
+        self._free: dict[str, LineTracker] = {}
+        for name, shape in shapes.items():
+            if name != POLICY and shape.rows_per_draft_token == 0:
+                self._free[name] = LineTracker(base_s=0.0, per_row_s=0.0)
+            elif name not in calibration.parts:
+                raise ValueError(f"calibration {calibration.key!r} has no part {name!r}; calibrate again")
+            else:
+                self._parts[name] = _Part(shape, calibration.parts[name], quantile=quantile)
+        window = config.cost_window_rounds
+        self._bandwidth = FactorTracker(quantile=quantile, window=window)
+        self._rate = FactorTracker(quantile=quantile, window=window)
+        self._other = LineTracker(base_s=calibration.other.base_s, per_row_s=calibration.other.s_per_row)
+        self._machine = calibration.parts[POLICY]
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Of the policy's forwards, as last tracked."""
+        return self._machine.bandwidth_bytes_per_s / self._bandwidth.slowdown
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of the policy's forwards, as last tracked."""
+        return self._machine.flops_per_s / self._rate.slowdown
+
+    def runs_model(self, drafter: str) -> bool:
+        """Whether drafting with it costs forwards."""
+        return drafter in self._parts
+
+    def _bounds(
+        self, part: _Part, rows: float, read_tokens: float, context_tokens: float
+    ) -> tuple[float, float]:
+        """Return calibrated seconds of moving and of computing."""
+        return (
+            part.weight_s + part.read_s * read_tokens,
+            part.row_s * rows + part.context_s * context_tokens,
+        )
+
+    def forward_s(
+        self, name: str, *, rows: int, sequences: int, read_tokens: float, context_tokens: float
+    ) -> float:
+        """Return seconds of one forward.
+
+        ``read_tokens`` is the context of its sequences, each counted once; ``context_tokens`` counts it
+        once per row. Raises ``KeyError`` for a part that runs no model.
+        """
+        part = self._parts[name]
+        moved_s, maths_s = self._bounds(part, rows, read_tokens, context_tokens)
+        main_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
+        raw_s = main_s + part.base_s + part.per_row_s * rows
+        return raw_s * part.residuals.factor(rows, sequences)
+
+    def verify_curve_s(
+        self, rows_N: NDArray[np.intp], context_N: Floats, *, sequences: int, read_tokens: float
+    ) -> Floats:
+        """Return seconds of policy forwards that differ in rows and context only."""
+        part = self._parts[POLICY]
+        moved_s = (part.weight_s + part.read_s * read_tokens) * self._bandwidth.slowdown
+        slow = self._rate.slowdown
+        maths_s_N = rows_N * (part.row_s * slow) + context_N * (part.context_s * slow)
+        raw_N = np.maximum(maths_s_N, moved_s) + (rows_N * part.per_row_s + part.base_s)
+        return np.asarray(raw_N * part.residuals.factors(rows_N, sequences))
+
+    def least_row_s(self, *, rows: int, read_tokens: float, context_tokens: float) -> float:
+        """Return what one more policy row costs at least, before residuals: 0 flops while memory-bound."""
+        part = self._parts[POLICY]
+        moved_s, maths_s = self._bounds(part, rows, read_tokens, context_tokens)
+        bound = maths_s * self._rate.slowdown >= moved_s * self._bandwidth.slowdown
+        return part.per_row_s + (part.row_s * self._rate.slowdown if bound else 0.0)
+
+    def draft_line(self, drafter: str, *, sequences: int, mean_context_tokens: float) -> DraftLine:
+        """Return the chord of a pass's cost between one row and ``sequences`` rows."""
+        if drafter in self._free:
+            return DraftLine(pass_s=0.0, row_s=0.0)
+        one, many = (
+            self.forward_s(
+                drafter,
+                rows=n,
+                sequences=n,
+                read_tokens=n * mean_context_tokens,
+                context_tokens=n * mean_context_tokens,
+            )
+            for n in (1, sequences)
+        )
+        row_s = max(0.0, (many - one) / (sequences - 1)) if sequences > 1 else 0.0
+        # A part that is compute-bound from the first rows has a chord steeper than its first row.
+        return DraftLine(pass_s=max(0.0, one - row_s), row_s=row_s)
+
+    def free_draft_s(self, drafter: str, sequences: int) -> float:
+        """Return seconds of asking a drafter that runs no model for ``sequences`` sequences."""
+        return self._free[drafter].predict(sequences, flagged=False) if sequences else 0.0
+
+    def other_line_s(self, *, speculates: bool) -> tuple[float, float]:
+        """Return base and per-row seconds of a round outside the forwards."""
+        extra = self._other.flagged_s if speculates else 0.0
+        return self._other.base_s + extra, self._other.per_row_s
+
+    def predict_round(self, load: RoundLoad, assignments: Mapping[int, Assignment]) -> RoundPrediction:
+        """Return what the round would take. Missing assignments decode plainly."""
+        draft_s, drafted, context = 0.0, 0, 0.0
+        by_drafter: dict[str, list[tuple[int, int]]] = {}
+        for s in load.sequences:
+            a = assignments.get(s.key)
+            gamma = a.gamma if a is not None else 0
+            drafted += gamma
+            context += (gamma + 1) * s.context_tokens
+            if a is not None and gamma:
+                by_drafter.setdefault(a.drafter, []).append((gamma, s.context_tokens))
+        for drafter, asked in by_drafter.items():
+            draft_s += self._drafter_s(drafter, asked)
+        rows = len(load.sequences) + drafted + load.prefill_tokens
+        verify_s = self.forward_s(
+            POLICY,
+            rows=rows,
+            sequences=max(1, len(load.sequences)),
+            read_tokens=float(sum(s.context_tokens for s in load.sequences)),
+            context_tokens=context,
+        )
+        base, per_row = self.other_line_s(speculates=drafted > 0)
+        return RoundPrediction(draft_s, verify_s, base + per_row * rows)
+
+    def _drafter_s(self, drafter: str, asked: list[tuple[int, int]]) -> float:
+        if drafter in self._free:
+            return self.free_draft_s(drafter, len(asked))
+        total = 0.0
+        for level in range(1, max(g for g, _ in asked) + 1):
+            alive = [c for g, c in asked if g >= level]
+            read = float(sum(alive))
+            total += self.forward_s(
+                drafter, rows=len(alive), sequences=len(alive), read_tokens=read, context_tokens=read
+            )
+        return total
+
+    def observe(self, facts: RoundFacts) -> None:
+        """Learn from one round. Rounds with prompt rows are left out: their context is not told apart."""
+        if facts.prefill_rows or not facts.outcomes or not _sane(facts):
+            return
+        drafts_s = 0.0
+        heard = [False, False]
+        for draft in facts.drafts:
+            drafts_s += draft.seconds
+            self._observe_draft(draft, facts, heard)
+        read = float(sum(o.context_tokens for o in facts.outcomes))
+        self._observe_forward(
+            POLICY,
+            shape=(facts.verify_rows, facts.batch),
+            tokens=(read, float(facts.context_tokens)),
+            seconds=facts.verify_s,
+            heard=heard,
+        )
+        other_s = facts.total_s - facts.verify_s - drafts_s
+        if other_s >= 0.0:
+            self._other.observe(facts.verify_rows, other_s, flagged=facts.verify_rows > facts.batch)
+        for tracker, was_heard in zip((self._bandwidth, self._rate), heard, strict=True):
+            if not was_heard:
+                tracker.idle()
+
+    def _observe_draft(self, draft: DraftCost, facts: RoundFacts, heard: list[bool]) -> None:
+        if draft.drafter in self._free:
+            asked = sum(o.drafter == draft.drafter and o.gamma > 0 for o in facts.outcomes) + draft.failures
+            self._free[draft.drafter].observe(asked, draft.seconds, flagged=False)
+        elif draft.drafter in self._parts and draft.passes > 0 and draft.rows > 0 and not draft.failures:
+            rows, context = draft.rows / draft.passes, draft.context_tokens / draft.passes
+            count = max(1, round(rows))
+            self._observe_forward(
+                draft.drafter,
+                shape=(count, count),
+                tokens=(context, context),
+                seconds=draft.seconds / draft.passes,
+                heard=heard,
+                rows=rows,
+            )
+
+    def _observe_forward(
+        self,
+        name: str,
+        *,
+        shape: tuple[int, int],
+        tokens: tuple[float, float],
+        seconds: float,
+        heard: list[bool],
+        rows: float | None = None,
+    ) -> None:
+        """Correct the parameter that bounds this forward, then the residual of its shape."""
+        part = self._parts[name]
+        rows = float(shape[0]) if rows is None else rows
+        moved_s, maths_s = self._bounds(part, rows, *tokens)
+        if seconds <= 0.0 or max(moved_s, maths_s) <= 0.0:
+            return
+        overhead_s = part.base_s + part.per_row_s * rows
+        main_s = max(seconds / part.residuals.factor(*shape) - overhead_s, LEAST_MAIN_FRAC * seconds)
+        by_bandwidth = moved_s * self._bandwidth.slowdown >= maths_s * self._rate.slowdown
+        if by_bandwidth:
+            self._bandwidth.observe(main_s / moved_s)
+        else:
+            self._rate.observe(main_s / maths_s)
+        heard[0 if by_bandwidth else 1] = True
+        bound_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
+        part.residuals.observe(*shape, math.log(seconds / (bound_s + overhead_s)))
+
+
+def _sane(facts: RoundFacts) -> bool:
+    times = (facts.total_s, facts.verify_s, facts.draft_s, *(d.seconds for d in facts.drafts))
+    return all(math.isfinite(t) and t >= 0.0 for t in times) and facts.verify_rows > 0 and facts.batch > 0

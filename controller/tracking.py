@@ -1,0 +1,165 @@
+"""Small estimators that follow a machine while it runs: bounded memory, deterministic, no clocks."""
+
+import math
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+FACTOR_RANGE = (0.2, 5.0)
+"""How far a machine parameter may move from its calibration. Seen: 1.4; beyond 5 it is another machine."""
+
+STALE_ROUNDS = 64
+"""Rounds without an observation after which a parameter takes one step back to its calibration."""
+
+SETTLED_OBSERVATIONS = 6
+"""Neutral observations a fresh window starts with, so that one stall does not define the machine."""
+
+BUCKETS_PER_OCTAVE = 2
+"""Resolution of the residual table: shapes within 20% of each other share a cell."""
+
+ROW_BUCKETS = 25
+"""Half octaves of rows: 4096 and above share the last."""
+
+NEIGHBOUR_OCTAVES = 0.5
+"""Distance at which a neighbouring cell counts 61%: costs bend at knees, but not within a third."""
+
+CELL_PRIOR = 4.0
+"""Observations worth of "the model is right" in every cell."""
+
+CELL_MEMORY = 64.0
+"""Observations at most counted for a cell."""
+
+CELL_STEP = 0.005
+"""Log step of a settled cell. Far slower than the machine parameters, so that a change of memory speed
+lands there and only a lasting misfit of one shape lands here."""
+
+CELL_FIRST_STEP = 0.1
+"""Log step of a fresh cell, divided by its observations."""
+
+CELL_LIMIT = 0.5
+"""Largest log correction of a cell: a part mispriced by more needs a new calibration."""
+
+OTHER_MEMORY_ROUNDS = 200.0
+"""Memory of the time spent outside forwards; Python's speed changes slowly."""
+
+
+class FactorTracker:
+    """Follows how much slower than calibrated a machine parameter is, by a low quantile of a window."""
+
+    def __init__(self, *, quantile: float, window: int) -> None:
+        self._quantile = quantile
+        self._window: deque[float] = deque([0.0] * min(window, SETTLED_OBSERVATIONS), maxlen=window)
+        self._idle_rounds = 0
+        self.slowdown = 1.0
+
+    def observe(self, slowdown: float) -> None:
+        """Take one measured over calibrated time of the part this parameter bounds."""
+        low, high = FACTOR_RANGE
+        self._push(math.log(min(high, max(low, slowdown))))
+        self._idle_rounds = 0
+
+    def idle(self) -> None:
+        """Hear that a round told nothing; an old observation fades towards the calibration."""
+        self._idle_rounds += 1
+        if self._idle_rounds >= STALE_ROUNDS:
+            self._idle_rounds = 0
+            self._push(0.0)
+
+    def _push(self, log_slowdown: float) -> None:
+        self._window.append(log_slowdown)
+        ordered = sorted(self._window)
+        self.slowdown = math.exp(ordered[int(self._quantile * (len(ordered) - 1))])
+
+
+def bucket_of(rows: int) -> int:
+    """Return the residual bucket of a row or sequence count."""
+    return min(ROW_BUCKETS - 1, round(BUCKETS_PER_OCTAVE * math.log2(max(1, rows))))
+
+
+_ROW_BUCKET: NDArray[np.intp] = np.asarray([bucket_of(r) for r in range(4097)], dtype=np.intp)
+_DISTANCE: Floats = (np.arange(ROW_BUCKETS)[:, None] - np.arange(ROW_BUCKETS)[None, :]) / BUCKETS_PER_OCTAVE
+_KERNEL: Floats = np.exp(-0.5 * (_DISTANCE / NEIGHBOUR_OCTAVES) ** 2)
+
+
+class ResidualTable:
+    """Lasting log error of the cost model by shape (rows, sequences) of one part.
+
+    Each cell follows a quantile by small signed steps, so a stall moves it no further than any other
+    observation; neighbours are blended, and shapes never seen are believed to be as modelled.
+    """
+
+    def __init__(self, *, quantile: float) -> None:
+        self._quantile = quantile
+        self._bias = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
+        self._count = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
+        self._curves: dict[int, list[float]] = {}
+        self._arrays: dict[int, Floats] = {}
+
+    def observe(self, rows: int, sequences: int, log_error: float) -> None:
+        """Take the log of measured over machine-corrected, cell-free prediction of one forward."""
+        r, s = bucket_of(rows), bucket_of(sequences)
+        count = min(CELL_MEMORY, float(self._count[r, s]) + 1.0)
+        bias = float(self._bias[r, s])
+        if count == 1.0:
+            bias = log_error
+        else:
+            step = max(CELL_STEP, CELL_FIRST_STEP / count)
+            bias += step * (self._quantile if log_error > bias else self._quantile - 1.0)
+        self._bias[r, s] = min(CELL_LIMIT, max(-CELL_LIMIT, bias))
+        self._count[r, s] = count
+        self._curves.clear()
+        self._arrays.clear()
+
+    def _curve(self, sequences: int) -> list[float]:
+        s = bucket_of(sequences)
+        if s not in self._curves:
+            weight_RS = self._count * _KERNEL[s]
+            total_R = _KERNEL @ weight_RS.sum(1)
+            blended_R = _KERNEL @ (weight_RS * self._bias).sum(1) / (total_R + CELL_PRIOR)
+            self._arrays[s] = np.exp(blended_R)
+            self._curves[s] = self._arrays[s].tolist()
+        return self._curves[s]
+
+    def factor(self, rows: int, sequences: int) -> float:
+        """Return what a prediction for this shape is multiplied by."""
+        return self._curve(sequences)[bucket_of(rows)]
+
+    def factors(self, rows_N: NDArray[np.intp], sequences: int) -> Floats:
+        """Return ``factor`` for many row counts."""
+        self._curve(sequences)
+        return np.asarray(self._arrays[bucket_of(sequences)][_ROW_BUCKET[np.minimum(rows_N, 4096)]])
+
+
+class LineTracker:
+    """Follows seconds = base + per_row * rows (+ extra when flagged), least squares with forgetting."""
+
+    def __init__(self, *, base_s: float, per_row_s: float, prior_rounds: float = 8.0) -> None:
+        self._scale = np.asarray([1.0, 1.0 / 16.0, 1.0])
+        """Brings typical rows near 1, so that the ridge treats all coefficients alike."""
+        start = np.asarray([base_s, per_row_s * 16.0, 0.0])
+        self._start = start
+        self._moments = np.diag(np.full(3, prior_rounds))
+        self._targets = self._moments @ start
+        self._ridge = np.diag(np.full(3, 1e-3 * prior_rounds))
+        self.base_s, self.per_row_s, self.flagged_s = base_s, per_row_s, 0.0
+        self._observations = 0
+
+    def predict(self, rows: float, *, flagged: bool) -> float:
+        """Return expected seconds, at least 0."""
+        return max(0.0, self.base_s + self.per_row_s * rows + (self.flagged_s if flagged else 0.0))
+
+    def observe(self, rows: float, seconds: float, *, flagged: bool) -> None:
+        """Take one measurement; a stall counts as three times the expectation at most."""
+        self._observations += 1
+        if self._observations > SETTLED_OBSERVATIONS:
+            seconds = min(seconds, 3.0 * self.predict(rows, flagged=flagged) + 1e-4)
+        features = np.asarray([1.0, rows, float(flagged)]) * self._scale
+        fade = 1.0 - 1.0 / OTHER_MEMORY_ROUNDS
+        self._moments = self._moments * fade + np.outer(features, features)
+        self._targets = self._targets * fade + features * seconds
+        solved = np.linalg.solve(self._moments + self._ridge, self._targets + self._ridge @ self._start)
+        base, row, flag = (solved * self._scale).tolist()
+        self.base_s, self.per_row_s, self.flagged_s = max(0.0, base), max(0.0, row), max(0.0, flag)
