@@ -1,0 +1,44 @@
+// Choosing tokens from logits: the call's memory layout, shared with rollout/engine/chooser_compiled.py.
+#pragma once
+#include <cstdint>
+
+namespace choose {
+
+enum Mode : int32_t { kChoose = 0, kScore = 1, kProbs = 2 };
+
+// Logprobs per row in `logprobs`.
+enum Column : int32_t { kRaw = 0, kScaled = 1, kTarget = 2, kKeptLogmass = 3, kColumns = 4 };
+
+// Pointers are to arrays over rows unless said otherwise; the caller owns all of them.
+struct Call {
+  const float* logits;         // row r starts at logits + r * row_stride
+  int64_t row_stride;          // in floats
+  const int64_t* seeds;
+  const int64_t* positions;
+  const double* temperatures;  // 0 is greedy
+  const int32_t* top_k;        // these three are null when no row has filters; 0 keeps all
+  const double* top_p;
+  const double* min_p;
+  const int64_t* edit_starts;  // rows + 1 offsets into the edit arrays; null when no row has edits
+  const int32_t* edit_ids;
+  const double* edit_divisors;
+  const double* edit_addends;
+  int32_t* tokens;             // in for kScore, out for kChoose
+  double* logprobs;            // rows x kColumns, or null when not wanted
+  double* probs;               // rows x vocab, for kProbs
+  uint8_t* finite;             // out: whether the row's other outputs count
+  int64_t stream;
+  int32_t rows;
+  int32_t vocab;
+  int32_t mode;
+  int32_t threads;
+};
+
+}  // namespace choose
+
+extern "C" {
+void taildraft_choose(const choose::Call* call);
+// The hash and the noise of tokens first .. first + count, for tests against the reference.
+void taildraft_noise(int64_t seed, int64_t position, int64_t stream, int32_t first, int32_t count,
+                     uint32_t* hashes, double* gumbels);
+}
