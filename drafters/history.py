@@ -15,7 +15,6 @@ from drafters.config import DrafterConfig
 from drafters.suffixes import PromptTexts
 from drafters.types import DraftModel, DraftRequest, PolicyView, Proposal
 
-
 _PromptKey = tuple[str, int]
 """The caller's name and a hash of the tokens: a name used for another prompt must not mix their text."""
 

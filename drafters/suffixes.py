@@ -89,7 +89,7 @@ class PromptTexts:
         self._discard(self._running.pop(key))
 
     def continuation(self, key: int, most: int) -> list[int]:
-        """Return up to ``most`` tokens that followed the longest (of those, the newest) match of its suffix."""
+        """Return up to ``most`` tokens that followed the longest match of its suffix, the newest of those."""
         own = self._running[key]
         found = self._longest_match(own)
         if found is None:
@@ -97,7 +97,8 @@ class PromptTexts:
         text, end = found
         if text is not own and text is not self._prompt:
             return list(text.tokens[end : end + most])
-        # Text found in the prompt goes on as the sample itself did. A copy may run into what it has just written: a repeating text goes on repeating.
+        # Text found in the prompt goes on as the sample itself did. A copy may run into what it has just
+        # written: a repeating text goes on repeating.
         period = len(own.tokens) - end
         return [own.tokens[end + i % period] for i in range(most)]
 
