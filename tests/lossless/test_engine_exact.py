@@ -148,7 +148,8 @@ def test_a_resumed_prefix_continues_the_same_noise() -> None:
             prefix_ids=whole.token_ids[:cut],
         )
         rest = run_engine(_engine(policy, False), [resumed], fixed_plan("w4", 3))[request.key]
-        assert rest.tokens and text_of(rest).logprobs == text_of(whole).logprobs[cut:]
+        assert rest.tokens
+        assert text_of(rest).logprobs == text_of(whole).logprobs[cut:]
         assert rest.token_ids == whole.token_ids[cut:]
         assert rest.text == whole.text
 

@@ -153,19 +153,15 @@ class CompiledDecoder:
         yield from self._weights.linears.values()
 
     def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> "CompiledDecoder":
-        """Return a decoder with these linears that shares everything else, threads included.
-
-        Takes every linear of the body in 4 or 8 bits and packed for ``linear_int4.h``; without ``head`` the
-        policy's own is used. Raises ``ValueError``.
-        """
-        wanted = set(self._weights.linears)
-        if not wanted - {"head"} <= set(linears) <= wanted:
-            odd = sorted((wanted ^ set(linears)) - {"head"})
-            raise ValueError(f"linears must name all of the body: {odd} missing or unknown")
+        """Return a decoder with these linears, 4 or 8 bits packed for ``linear_int4.h``; those not named, and
+        all else, threads included, are shared with this one. Raises ``ValueError``."""
+        quantized = {}
+        for name, linear in linears.items():
+            if name not in self._weights.linears:
+                raise ValueError(f"there is no linear {name!r} to replace")
+            quantized[name] = _checked(linear, self._weights.linears[name])
         other = copy.copy(self)
-        other._quantized = {
-            name: _checked(linear, self._weights.linears[name]) for name, linear in linears.items()
-        }
+        other._quantized = {**self._quantized, **quantized}
         other._attach()
         return other
 

@@ -5,7 +5,6 @@ the round; failures are counted and logged, after some in a row it is rebuilt, t
 """
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,9 @@ from torch import Tensor
 
 from controller.types import DraftCost, DrafterTraits
 from drafters.types import Drafter, DraftError, DraftRequest, PolicyView, Proposal
+from rollout.engine.verify import usable_drafts
 
 log = logging.getLogger(__name__)
-
-_PROB_SUM_TOLERANCE = 1e-3
-"""How far a reported draft distribution may be from summing to 1: float32 sums of a large vocabulary."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,8 +96,11 @@ class Drafting:
         if slot is not None and slot.enabled:
             try:
                 proposal = slot.drafter.propose(requests)
-                drafted = self._checked(name, requests, proposal)
-                slot.failures_in_a_row = 0
+                drafted, problem = self._checked(name, requests, proposal)
+                if problem:
+                    self._failed(slot, DraftError(problem))
+                else:
+                    slot.failures_in_a_row = 0
             except DraftError as error:
                 self._failed(slot, error)
                 proposal = None
@@ -115,21 +115,30 @@ class Drafting:
             failures=0 if proposal else len(requests),
         )
 
-    def _checked(self, name: str, requests: Sequence[DraftRequest], proposal: Proposal) -> dict[int, Drafted]:
+    def _checked(
+        self, name: str, requests: Sequence[DraftRequest], proposal: Proposal
+    ) -> tuple[dict[int, Drafted], str]:
+        """Return what may be verified, and what was wrong with the rest.
+
+        Drafts before an unsound one are kept: whether row i is sound depends on the drafts before it, so
+        dropping those as well would discard them for what they are, which is not exact in ``block``.
+        """
         if len(proposal.tokens) != len(requests):
             raise DraftError(f"{name} answered {len(proposal.tokens)} of {len(requests)} requests")
         drafted: dict[int, Drafted] = {}
+        problem = ""
         for i, request in enumerate(requests):
-            tokens = proposal.tokens[i]
-            if len(tokens) > request.gamma:
-                raise DraftError(f"{name} drafted {len(tokens)} tokens where {request.gamma} were asked")
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-                raise DraftError(f"{name} drafted an id outside the vocabulary: {tokens}")
+            tokens = list(proposal.tokens[i])[: request.gamma]
             probs = None if proposal.probs is None else proposal.probs[i][: len(tokens)]
-            if probs is not None and tokens:
-                _check_probs(name, tokens, probs, self._vocab_size)
-            drafted[request.key] = Drafted(tokens=list(tokens), probs=probs if tokens else None)
-        return drafted
+            inside = next((j for j, t in enumerate(tokens) if not 0 <= t < self._vocab_size), len(tokens))
+            if inside < len(tokens):
+                problem = f"draft {tokens[inside]} is outside the vocabulary of {self._vocab_size}"
+                tokens, probs = tokens[:inside], None if probs is None else probs[:inside]
+            usable, unsound = usable_drafts(tokens, probs)
+            problem = unsound or problem
+            tokens, probs = tokens[:usable], None if probs is None else probs[:usable]
+            drafted[request.key] = Drafted(tokens=tokens, probs=probs if tokens else None)
+        return drafted, problem
 
     def _failed(self, slot: DrafterSlot, error: DraftError) -> None:
         name = slot.drafter.name
@@ -155,15 +164,3 @@ class Drafting:
             out[f"drafter/{name}_build_s"] = slot.build_s
             out[f"drafter/{name}_version"] = float(slot.drafter.drafter_version)
         return out
-
-
-def _check_probs(name: str, tokens: list[int], probs_GV: Tensor, vocab_size: int) -> None:
-    """Refuse a reported distribution that cannot be the one the tokens were drawn from."""
-    if tuple(probs_GV.shape) != (len(tokens), vocab_size):
-        raise DraftError(f"{name} reported probabilities of shape {tuple(probs_GV.shape)}")
-    sums = probs_GV.sum(-1).tolist()
-    chosen = [float(probs_GV[i, t]) for i, t in enumerate(tokens)]
-    if not all(math.isfinite(s) and abs(s - 1) < _PROB_SUM_TOLERANCE for s in sums):
-        raise DraftError(f"{name} reported probabilities that sum to {sums}")
-    if not all(c > 0 for c in chosen):
-        raise DraftError(f"{name} reported probability 0 for a token it drafted")

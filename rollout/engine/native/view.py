@@ -7,15 +7,13 @@ import torch
 
 from controller.types import VerifyMode
 from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
+from rollout.engine import noise
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Chooser
 from rollout.seeds import round_seed
-
-DRAFT_STREAM = 1
-"""Noise stream of draft sampling in block and token mode, where drafts must not share the target's noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +80,7 @@ class NativeDraftModel:
             for s, d in zip(sequences, drafts, strict=True)
         ]
         coupled = state.verify == "coupled"
-        stream = 0 if coupled else DRAFT_STREAM
+        stream = noise.COUPLED_STREAM if coupled else noise.DRAFT_STREAM
         choices = state.chooser.choose(logits_RV, rows, stream=stream, logprobs=False)
         if not all(c.finite for c in choices):
             raise DraftError("the drafter's logits are not finite")

@@ -1,0 +1,131 @@
+"""From logits and drafts to verdicts: which tokens each sequence may commit, in order.
+
+Coupled verification is one call of the chooser for all rows. Block and token verification ask it for
+whole distributions, decide with noise that belongs to the round, and score what they kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from controller.types import VerifyMode
+from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.native.view import noise_seed
+from rollout.engine.native.work import Work
+from rollout.engine.target import Choice, Chooser, TargetRow
+from rollout.engine.verify import (
+    NoiseDecisions,
+    SampledVerdict,
+    Verdict,
+    verify_block,
+    verify_coupled,
+    verify_token,
+)
+from rollout.errors import NumericError
+from rollout.seeds import round_seed
+
+NOT_FINITE = Choice(
+    token=-1,
+    raw_logprob=0.0,
+    scaled_logprob=0.0,
+    target_logprob=0.0,
+    kept_logmass=0.0,
+    finite=False,
+)
+"""Stands where the policy's distribution cannot be formed; committing it fails its request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """The head rows of one sequence: ``start`` up to and including ``start + len(drafts)``."""
+
+    sequence: LiveSequence
+    drafts: list[int]
+    probs: Tensor | None
+    start: int
+    rows: list[TargetRow]
+
+    @property
+    def indices(self) -> range:
+        return range(self.start, self.start + len(self.rows))
+
+
+class Judge:
+    """Applies one verification mode. Keeps no state between rounds."""
+
+    def __init__(self, chooser: Chooser, mode: VerifyMode) -> None:
+        self._chooser = chooser
+        self._mode = mode
+
+    def judge(self, work: Work, logits_RV: Tensor) -> list[Verdict]:
+        """Return one verdict per sequence of ``work.choosing``; ``logits_RV`` holds their rows in order."""
+        spans = self._spans(work)
+        if self._mode == "coupled":
+            return self._coupled(spans, logits_RV)
+        rule = verify_block if self._mode == "block" else verify_token
+        verdicts = dict(self._plain([s for s in spans if not s.drafts], logits_RV))
+        verdicts.update(self._drafted([s for s in spans if s.drafts], logits_RV, rule))
+        return [verdicts[s.start] for s in spans]
+
+    def _spans(self, work: Work) -> list[_Span]:
+        spans: list[_Span] = []
+        start = 0
+        for sequence in work.choosing:
+            drafted = work.drafts_of(sequence)
+            seed = noise_seed(sequence, self._mode)
+            rows = [
+                sequence.target_row(drafted.tokens[:i], round_seed=seed)
+                for i in range(len(drafted.tokens) + 1)
+            ]
+            spans.append(
+                _Span(sequence=sequence, drafts=drafted.tokens, probs=drafted.probs, start=start, rows=rows)
+            )
+            start += len(rows)
+        return spans
+
+    def _coupled(self, spans: list[_Span], logits_RV: Tensor) -> list[Verdict]:
+        choices = self._chooser.choose(logits_RV, [row for s in spans for row in s.rows])
+        return [verify_coupled(s.drafts, choices[s.start : s.start + len(s.rows)]) for s in spans]
+
+    def _plain(self, spans: list[_Span], logits_RV: Tensor) -> list[tuple[int, Verdict]]:
+        """Sequences without drafts: the same choice as AR, with this round's noise."""
+        if not spans:
+            return []
+        picked_RV = logits_RV[torch.tensor([s.start for s in spans])]
+        choices = self._chooser.choose(picked_RV, [s.rows[0] for s in spans])
+        return [(s.start, verify_coupled([], [c])) for s, c in zip(spans, choices, strict=True)]
+
+    def _drafted(
+        self, spans: list[_Span], logits_RV: Tensor, rule: Callable[..., SampledVerdict]
+    ) -> list[tuple[int, Verdict]]:
+        if not spans:
+            return []
+        picked_RV = logits_RV[torch.tensor([i for s in spans for i in s.indices])]
+        rows = [row for s in spans for row in s.rows]
+        probs_RV = self._chooser.probs(picked_RV, rows)
+        verdicts: list[tuple[int, Verdict]] = []
+        at = 0
+        for span in spans:
+            here = slice(at, at + len(span.rows))
+            at += len(span.rows)
+            try:
+                sampled = rule(span.drafts, probs_RV[here], span.probs, _decisions(span.sequence))
+            except NumericError:
+                verdicts.append((span.start, Verdict(accepted=0, tokens=[(NOT_FINITE, "plain")])))
+                continue
+            verdicts.append((span.start, self._scored(span, sampled, picked_RV[here])))
+        return verdicts
+
+    def _scored(self, span: _Span, sampled: SampledVerdict, logits_RV: Tensor) -> Verdict:
+        """Attach the target's own logprobs to what was kept."""
+        tokens = [token for token, _ in sampled.tokens]
+        choices = self._chooser.score(logits_RV[: len(tokens)], span.rows[: len(tokens)], tokens)
+        origins = [origin for _, origin in sampled.tokens]
+        return Verdict(accepted=sampled.accepted, tokens=list(zip(choices, origins, strict=True)))
+
+
+def _decisions(sequence: LiveSequence) -> NoiseDecisions:
+    seed = round_seed(sequence.request.seed, sequence.rounds)
+    return NoiseDecisions(seed=seed, position=len(sequence.tokens))
