@@ -90,10 +90,14 @@ class W4Drafter:
 
     def _torch_kernel(self, weights: Sequence[LinearWeight]) -> Kernel:
         """Return ``aten`` where it takes the shape of every linear, else ``torch``."""
+        tried: set[tuple[int, int, Bits]] = set()
         try:
-            for weight in {(w.out_features, w.in_features, w.name == HEAD): w for w in weights}.values():
+            for weight in weights:
                 bits: Bits = 8 if weight.name == HEAD else 4
-                build_linear("aten", weight, bits=bits, group=self._config.w4_group)
+                shape = (weight.out_features, weight.in_features, bits)
+                if shape not in tried:
+                    tried.add(shape)
+                    build_linear("aten", weight, bits=bits, group=self._config.w4_group)
         except DraftError as error:
             log.warning("torch's int4 kernel does not fit this policy, using plain torch: %s", error)
             return "torch"
