@@ -128,7 +128,7 @@ class WeightStage:
         live = getattr(torch, self._live)
         # Checked after the cast: a large float32 value may round to infinity.
         state = {name: tensor.detach().to(live) for name, tensor in self._received.items()}
-        problems += [f"{name} holds NaN or infinity" for name, t in state.items() if not _finite(t)]
+        problems += [f"{name} holds NaN or infinity" for name, t in state.items() if not is_finite(t)]
         problems += self._tie_problems(state)
         if problems:
             raise refusal(self.manifest.version, problems)
@@ -189,7 +189,8 @@ def _closest(name: str, missing: Iterable[str]) -> str:
     return f" (closest: {found[0]})" if found else ""
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
     # One pass and no temporary the size of the tensor; NaN propagates through both ends.
     if tensor.numel() == 0:
         return True

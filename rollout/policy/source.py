@@ -1,0 +1,190 @@
+"""Where a policy comes from: the embedded one, a local folder or a hub id, all as one kind of folder.
+
+A folder holds a Hugging Face config, safetensors and (where there is one) a tokenizer. What is read
+from it is checked against what the engine computes before anything runs.
+"""
+
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rollout.config import PolicyConfig
+from rollout.engine.native.families import eos_ids_of, load_spec
+from rollout.engine.native.spec import ModelSpec
+from rollout.errors import ConfigError, UnsupportedError
+from rollout.policy.embedded import embedded_folder
+from rollout.policy.offgrid import offgrid
+from rollout.policy.weights import EMBEDDING, HEAD, checksum, expected_tensors, is_finite
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "smollm2"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""All that is read of a hub snapshot; weights in other formats stay there."""
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A policy as loaded from a folder."""
+
+    spec: ModelSpec
+    config: "PretrainedConfig"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    """None where the folder has none: then there are no texts and no stop strings."""
+
+    state: dict[str, Tensor]
+    """By Hugging Face name, on the CPU, complete and finite; a tied policy has no ``lm_head.weight``."""
+
+    eos_ids: tuple[int, ...]
+    """As in ``spec``: of the generation config, else of the config."""
+
+    checksum: str
+    """Of ``state``; two hosts with the same one serve the same weights."""
+
+    folder: Path
+
+
+def resolve(config: PolicyConfig) -> Path:
+    """Return the folder of ``policy.source``. Raises ``ConfigError`` when there is none to be had."""
+    source = config.source
+    if source == EMBEDDED:
+        return embedded_folder()
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"policy.source={source!r}: the folder has no config.json")
+        return folder
+    if not HUB_ID.fullmatch(source):
+        raise ConfigError(f"policy.source={source!r} is neither {EMBEDDED!r}, a folder, nor a hub id")
+    return _snapshot(source)
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    log.info("policy: fetching %s from the hub or its cache", hub_id)
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"policy.source={hub_id!r}: no such folder, and the hub answered: {error}"
+        ) from error
+
+
+def load_policy(config: PolicyConfig, *, dtype: torch.dtype = torch.bfloat16) -> Policy:
+    """Return the policy with its weights in ``dtype``.
+
+    Raises ``ConfigError`` where the source cannot be read and ``UnsupportedError`` where the engine
+    cannot compute what it holds.
+    """
+    from transformers import AutoConfig
+
+    started = time.monotonic()
+    folder = resolve(config)
+    hf_config = AutoConfig.from_pretrained(folder)
+    spec = load_spec(hf_config)
+    spec = replace(spec, eos_ids=_generation_eos(folder) or spec.eos_ids)
+    state = _read_state(folder, spec, dtype)
+    if config.offgrid:
+        state = offgrid(state, seed=config.offgrid_seed)
+    policy = Policy(
+        spec=spec,
+        config=hf_config,
+        tokenizer=_read_tokenizer(folder, spec),
+        state=state,
+        eos_ids=spec.eos_ids,
+        checksum=checksum(state),
+        folder=folder,
+    )
+    log.info(
+        "policy: %s, %s with %d layers, %s%s, weights %s (%.1f s)",
+        config.source,
+        spec.family,
+        spec.layers,
+        str(dtype).removeprefix("torch."),
+        f", off-grid with seed {config.offgrid_seed}" if config.offgrid else "",
+        policy.checksum[:12],
+        time.monotonic() - started,
+    )
+    return policy
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    return eos_ids_of(json.loads(path.read_text()).get("eos_token_id")) if path.is_file() else ()
+
+
+def _read_tokenizer(folder: Path, spec: ModelSpec) -> "PreTrainedTokenizerBase | None":
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        log.warning("policy: %s has no tokenizer; completions will have no text", folder)
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in spec.eos_ids:
+        log.warning(
+            "policy: the tokenizer's end %r (%d) is not among the ids generation ends at: %s",
+            tokenizer.eos_token,
+            tokenizer.eos_token_id,
+            spec.eos_ids,
+        )
+    return tokenizer
+
+
+def _read_state(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read and check all weights; what is missing, unknown, mis-shaped or not finite is refused by name."""
+    stored = _stored_tensors(folder)
+    expected = expected_tensors(spec)
+    problems = [f"{name} is missing" for name in expected if name not in stored]
+    state: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name == HEAD and spec.tie_embeddings:
+            if not torch.equal(tensor, stored.get(EMBEDDING, tensor)):
+                problems.append(f"{HEAD} differs from {EMBEDDING} in a policy that ties them")
+        elif name.endswith("rotary_emb.inv_freq"):
+            # Old checkpoints saved this table; it follows from the config.
+            continue
+        elif name not in expected:
+            problems.append(f"{name} is not a tensor of this policy")
+        elif tuple(tensor.shape) != expected[name]:
+            problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {expected[name]}")
+        else:
+            state[name] = tensor.to(dtype)
+            if not is_finite(state[name]):
+                problems.append(f"{name} holds NaN or infinity")
+    if problems:
+        raise UnsupportedError(f"{folder}: {'; '.join(problems)}")
+    narrowed = sum(t.dtype.itemsize > dtype.itemsize for t in stored.values())
+    if narrowed:
+        log.info("policy: %d tensors rounded to %s", narrowed, str(dtype).removeprefix("torch."))
+    return {name: state[name] for name in expected}
+
+
+def _stored_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        files = sorted(set(index["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"policy.source: {folder} lacks {', '.join(missing)} (only safetensors are read)")
+    stored: dict[str, Tensor] = {}
+    for name in files:
+        stored.update(load_file(folder / name))
+    return stored
