@@ -96,10 +96,10 @@ def _make(folder: Path) -> None:
         (made / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         try:
             made.rename(folder)
-        except OSError:
+        except OSError as error:
             # Another process was first; what it made is the same. Anything else is an error.
             if not (folder / RECORD).is_file():
-                raise
+                raise EmbeddedPolicyError(f"{folder} is in the way ({error}): delete it") from error
     log.info("embedded policy: ready in %s (%.0f s)", folder, time.monotonic() - started)
 
 
