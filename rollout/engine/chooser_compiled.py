@@ -65,14 +65,14 @@ class CompiledChooser:
     """Implements ``Chooser`` for float32 logits on CPU.
 
     Raises ``KernelBuildError`` when the kernels cannot be compiled. Results are the same bits for any
-    number of threads.
+    number of threads and any instruction set; ``defines`` picks another one than the machine's.
     """
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self, *, threads: int, defines: tuple[str, ...] = ()) -> None:
         if threads < 1:
             raise ValueError(f"threads must be positive, got {threads}")
         self._threads = threads
-        self._library = build.load(SOURCE)
+        self._library = build.load(SOURCE, defines=defines)
         self._library.taildraft_choose.argtypes = [ctypes.POINTER(_Call)]
         self._library.taildraft_choose.restype = None
 

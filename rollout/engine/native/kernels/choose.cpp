@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -25,10 +26,6 @@ constexpr int kChunk = 1024;
 constexpr int kBlock = 64;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr double kNever = -std::numeric_limits<double>::infinity();
-
-// Buckets of the filters' histogram: 1/64 nat wide, the last one takes all that is 64 nats down.
-constexpr int kBuckets = 4096;
-constexpr float kBucketsPerNat = 64.0f;
 
 struct ChunkSum {
   float highest;
@@ -52,32 +49,29 @@ struct Best {
 struct Weighted {
   float value;
   int32_t token;
-  float weight;
+  float weight;  // e^((value - highest) / T)
 };
 
-// Kept are the tokens above `value`, and those at it up to `token`.
-struct Cut {
-  float value = kLowest;
-  int32_t token = -1;
-  bool keeps(float v, int32_t id) const { return v > value || (v == value && id <= token); }
-};
+// The filters' order: most probable first, ties by lowest id. Every filter keeps a prefix of it.
+bool ahead(const Weighted& a, const Weighted& b) {
+  return a.value > b.value || (a.value == b.value && a.token < b.token);
+}
 
 // One thread's memory, reused over its rows.
 struct Scratch {
   std::vector<ChunkSum> chunks;
   std::vector<float> edited;
-  std::vector<float> weights;
-  std::vector<uint16_t> buckets;
-  std::vector<int32_t> bucket_counts;
-  std::vector<double> bucket_masses;
-  std::vector<Weighted> members;
-  std::vector<int32_t> kept;
+  std::vector<float> block_highest;
+  std::vector<float> ranked_blocks;
+  std::vector<Weighted> kept;    // by ascending id
+  std::vector<Weighted> ranked;  // the same in whatever order a selection leaves them
 };
 
 int chunks_of(int vocab) { return (vocab + kChunk - 1) / kChunk; }
 
 // `count` is a multiple of the lanes; padding is -infinity and then `finite` means nothing.
-ChunkSum sum_padded(const float* x, int count, float inverse_t, bool one, bool scaled) {
+template <bool one, bool scaled>
+ChunkSum sum_padded(const float* x, int count, float inverse_t) {
   F16 highest = simd::splat(kLowest), off = simd::zero();
   for (int i = 0; i < count; i += kLanes) {
     F16 v = simd::load(x + i);
@@ -98,12 +92,17 @@ ChunkSum sum_padded(const float* x, int count, float inverse_t, bool one, bool s
   return out;
 }
 
+ChunkSum sum_lanes(const float* x, int count, float inverse_t, bool one, bool scaled) {
+  if (scaled) return sum_padded<true, true>(x, count, inverse_t);
+  return one ? sum_padded<true, false>(x, count, inverse_t) : sum_padded<false, false>(x, count, inverse_t);
+}
+
 ChunkSum sum_chunk(const float* x, int count, float inverse_t, bool one, bool scaled) {
-  if (count % kLanes == 0) return sum_padded(x, count, inverse_t, one, scaled);
+  if (count % kLanes == 0) return sum_lanes(x, count, inverse_t, one, scaled);
   float padded[kChunk];
   std::copy(x, x + count, padded);
   std::fill(padded + count, padded + kChunk, kLowest);
-  ChunkSum out = sum_padded(padded, kChunk, inverse_t, one, scaled);
+  ChunkSum out = sum_lanes(padded, kChunk, inverse_t, one, scaled);
   out.finite = std::all_of(x, x + count, [](float v) { return std::isfinite(v); });
   return out;
 }
@@ -154,6 +153,13 @@ int32_t first_at(const float* x, int vocab, float highest, const Scratch& s) {
   return 0;
 }
 
+float highest_of(const float* x, int count) {
+  if (count < kBlock) return *std::max_element(x, x + count);
+  F16 highest = simd::load(x);
+  for (int i = kLanes; i < kBlock; i += kLanes) highest = simd::max(highest, simd::load(x + i));
+  return simd::max_lane(highest);
+}
+
 // ---- the noisy argmax ----------------------------------------------------------------------------
 
 struct Race {
@@ -200,8 +206,7 @@ Best race_chunk(const Race& race, int first, int count, float highest, Best best
     uint32_t hashes[kBlock];
     if (hash_block(race.key, b, hashes) >= limit) continue;
     const int n = std::min(kBlock, first + count - b);
-    float block_highest = *std::max_element(race.x + b, race.x + b + n);
-    double block_gap = best.score - race.below(block_highest);
+    const double block_gap = best.score - race.below(highest_of(race.x + b, n));
     if (block_gap > noise::kMaxNoise) continue;
     const uint64_t block_limit = noise::hash_limit(block_gap);
     const double before = best.score;
@@ -233,110 +238,102 @@ int32_t race_all(const Race& race, int vocab, const Scratch& s, int threads) {
 
 int32_t race_kept(const Race& race, const Scratch& s) {
   Best best{kNever, 0};
-  for (int32_t token : s.kept) {
-    uint32_t hash = noise::hash32(race.key, static_cast<uint32_t>(token));
-    race.enter(token, hash, best);
+  uint64_t limit = ~0ull;
+  for (const Weighted& k : s.kept) {
+    uint32_t hash = noise::hash32(race.key, static_cast<uint32_t>(k.token));
+    if (hash >= limit) continue;
+    const double before = best.score;
+    race.enter(k.token, hash, best);
+    if (best.score > before) limit = noise::hash_limit(best.score);
   }
   return best.token;
 }
 
 // ---- filters -------------------------------------------------------------------------------------
 
-// Fills weights e^((x - highest) / T), and the histogram of how far tokens lie below the highest.
-void fill_histogram(const float* x, int vocab, float highest, double t, Scratch& s) {
-  s.weights.resize(vocab);
-  s.buckets.resize(vocab);
-  s.bucket_counts.assign(kBuckets, 0);
-  s.bucket_masses.assign(kBuckets, 0.0);
+// A value no token cut by `below` nats under the highest can have; errs on the low side.
+float floor_value(float highest, double nats_below, double t) {
+  const double value = highest - (nats_below + 1e-3) * t;
+  return std::nextafter(static_cast<float>(value), kLowest);
+}
+
+// The highest value that k tokens surely reach: as many blocks hold a token at least that high.
+float top_k_floor(int top_k, Scratch& s) {
+  if (top_k > static_cast<int>(s.block_highest.size())) return kLowest;
+  s.ranked_blocks = s.block_highest;
+  auto kth = s.ranked_blocks.begin() + (top_k - 1);
+  std::nth_element(s.ranked_blocks.begin(), kth, s.ranked_blocks.end(), std::greater<float>());
+  return *kth;
+}
+
+// A cheap lower bound of everything the filters look at, so that few tokens need a closer look.
+float filter_floor(int vocab, int top_k, double top_p, double deepest, const Scan& own, double t, Scratch& s) {
+  if (top_k > 0 && top_p < 1.0) return top_k_floor(top_k, s);  // top-p needs the mass of all k
+  float floor = floor_value(own.highest, deepest, t);
+  if (top_k > 0) floor = std::max(floor, top_k_floor(top_k, s));
+  // Tokens that light weigh less than what top-p leaves out, all of them together. The 1e-6 is for the
+  // rounding of the sums.
+  const double light = (1.0 - top_p - 1e-6) * own.scaled / vocab;
+  if (light > 0) floor = std::max(floor, floor_value(own.highest, -noise::log64(light), t));
+  return floor;
+}
+
+// Leaves all tokens at or above the floor in s.kept, with their weights. Banned ones never count.
+void gather(const float* x, int vocab, float floor, float highest, double t, Scratch& s) {
+  s.kept.clear();
+  for (int b = 0; b < vocab; b += kBlock) {
+    if (floor > kLowest && s.block_highest[b / kBlock] < floor) continue;
+    for (int i = b; i < std::min(vocab, b + kBlock); ++i)
+      if (x[i] >= floor && x[i] != kLowest) s.kept.push_back({x[i], i, 0.0f});
+  }
   const F16 top = simd::splat(highest), factor = simd::splat(inverse_of(t));
-  for (int first = 0; first < vocab; first += kLanes) {
-    const int n = std::min(kLanes, vocab - first);
-    float values[kLanes], weight[kLanes], place[kLanes];
-    std::fill(values, values + kLanes, kLowest);
-    std::copy(x + first, x + first + n, values);
-    F16 below = simd::mul(simd::sub(simd::load(values), top), factor);
-    simd::store(weight, vecmath::exp(below));
-    F16 place_v = simd::mul(below, simd::splat(-kBucketsPerNat));
-    simd::store(place, simd::min(place_v, simd::splat(kBuckets - 1)));
-    for (int i = 0; i < n; ++i) {
-      const uint16_t bucket = static_cast<uint16_t>(place[i]);
-      s.weights[first + i] = weight[i];
-      s.buckets[first + i] = bucket;
-      if (values[i] == kLowest) continue;  // banned: never kept, never counted
-      ++s.bucket_counts[bucket];
-      s.bucket_masses[bucket] += weight[i];
-    }
+  for (size_t first = 0; first < s.kept.size(); first += kLanes) {
+    const size_t n = std::min<size_t>(kLanes, s.kept.size() - first);
+    float lanes[kLanes] = {};
+    for (size_t i = 0; i < n; ++i) lanes[i] = s.kept[first + i].value;
+    simd::store(lanes, vecmath::exp(simd::mul(simd::sub(simd::load(lanes), top), factor)));
+    for (size_t i = 0; i < n; ++i) s.kept[first + i].weight = lanes[i];
   }
 }
 
-// Tokens of one bucket in the filters' order: most probable first, ties by lowest id.
-const std::vector<Weighted>& sorted_bucket(const float* x, int vocab, int bucket, Scratch& s) {
-  s.members.clear();
-  for (int32_t i = 0; i < vocab; ++i)
-    if (s.buckets[i] == bucket && x[i] != kLowest) s.members.push_back({x[i], i, s.weights[i]});
-  std::sort(s.members.begin(), s.members.end(), [](const Weighted& a, const Weighted& b) {
-    return a.value > b.value || (a.value == b.value && a.token < b.token);
-  });
-  return s.members;
-}
-
-// Where the buckets end that a filter may still keep: all before `bucket`, and `members` tokens of it.
-struct Frontier {
-  int bucket;
-  int members;
-  double mass;
-  double last_mass;  // of those members alone
-};
-
-Frontier whole(const Scratch& s) {
-  Frontier out{0, 0, 0, 0};
-  for (int b = 0; b < kBuckets; ++b) {
-    if (s.bucket_counts[b] == 0) continue;
-    out = {b, s.bucket_counts[b], out.mass + s.bucket_masses[b], s.bucket_masses[b]};
-  }
-  return out;
-}
-
-// Keeps exactly k tokens.
-void cut_top_k(const float* x, int vocab, int k, Scratch& s, Cut& cut, Frontier& end) {
-  int64_t before = 0;
+double mass_of(const Weighted* first, const Weighted* last) {
   double mass = 0;
-  for (int b = 0; b <= end.bucket; ++b) {
-    if (before + s.bucket_counts[b] < k) {
-      before += s.bucket_counts[b];
-      mass += s.bucket_masses[b];
-      continue;
-    }
-    const auto& members = sorted_bucket(x, vocab, b, s);
-    const int need = static_cast<int>(k - before);
-    double last_mass = 0;
-    for (int i = 0; i < need; ++i) last_mass += members[i].weight;
-    cut = {members[need - 1].value, members[need - 1].token};
-    end = {b, need, mass + last_mass, last_mass};
-    return;
-  }
+  for (; first != last; ++first) mass += first->weight;
+  return mass;
 }
 
-// Keeps the smallest prefix whose mass reaches top_p of what `end` holds.
-void cut_top_p(const float* x, int vocab, double top_p, Scratch& s, Cut& cut, const Frontier& end) {
-  const double goal = top_p * end.mass;
-  double mass = 0;
-  for (int b = 0; b <= end.bucket; ++b) {
-    const bool last = b == end.bucket;
-    const double bucket_mass = last ? end.last_mass : s.bucket_masses[b];
-    if (!last && mass + bucket_mass < goal) {
-      mass += bucket_mass;
-      continue;
+// Drops from s.kept all that come after `cut` in the filters' order.
+void cut_after(const Weighted& cut, Scratch& s) {
+  auto end = std::remove_if(s.kept.begin(), s.kept.end(), [&](const Weighted& w) { return ahead(cut, w); });
+  s.kept.erase(end, s.kept.end());
+}
+
+void cut_top_k(size_t k, Scratch& s) {
+  if (k >= s.kept.size()) return;
+  s.ranked = s.kept;
+  std::nth_element(s.ranked.begin(), s.ranked.begin() + (k - 1), s.ranked.end(), ahead);
+  cut_after(s.ranked[k - 1], s);
+}
+
+// Keeps the smallest prefix whose mass reaches the goal; all, if only rounding keeps the sum below it.
+void cut_top_p(double goal, Scratch& s) {
+  s.ranked = s.kept;
+  Weighted* low = s.ranked.data();
+  Weighted* high = low + s.ranked.size();
+  double before = 0;  // of the tokens ahead of `low`
+  // The token whose weight reaches the goal is within [low, high); halve that until it is alone.
+  while (high - low > 1) {
+    Weighted* middle = low + (high - low - 1) / 2;
+    std::nth_element(low, middle, high, ahead);
+    const double mass = before + mass_of(low, middle + 1);
+    if (mass >= goal) {
+      high = middle + 1;
+    } else {
+      before = mass;
+      low = middle + 1;
     }
-    const auto& members = sorted_bucket(x, vocab, b, s);
-    const int limit = last ? end.members : s.bucket_counts[b];
-    for (int i = 0; i < limit; ++i) {
-      mass += members[i].weight;
-      cut = {members[i].value, members[i].token};
-      if (mass >= goal) return;
-    }
-    if (limit > 0) return;  // only rounding kept the sum below the goal
   }
+  cut_after(*low, s);
 }
 
 struct Kept {
@@ -345,27 +342,26 @@ struct Kept {
   bool all;
 };
 
-// Leaves the kept ids, ascending, in the scratch.
-Kept filter(const Call& call, int row, const float* x, float highest, double t, Scratch& s) {
-  fill_histogram(x, call.vocab, highest, t, s);
-  Cut cut;
-  Frontier end = whole(s);
-  const double total_mass = end.mass;
-  int64_t count = 0;
-  for (int32_t c : s.bucket_counts) count += c;
-  if (call.top_k[row] > 0 && call.top_k[row] < count) cut_top_k(x, call.vocab, call.top_k[row], s, cut, end);
-  if (call.top_p[row] < 1.0) cut_top_p(x, call.vocab, call.top_p[row], s, cut, end);
-  const double min_p = call.min_p[row];
+// Leaves the kept tokens in s.kept.
+Kept filter(const Call& call, int row, const float* x, const Scan& own, double t, Scratch& s) {
+  const int top_k = call.top_k[row];
+  const double top_p = call.top_p[row], min_p = call.min_p[row];
   const double deepest = min_p > 0 ? -noise::log64(min_p) : std::numeric_limits<double>::infinity();
-  s.kept.clear();
-  double mass = 0;
-  for (int32_t i = 0; i < call.vocab; ++i) {
-    if (s.buckets[i] > end.bucket || !cut.keeps(x[i], i)) continue;
-    if ((static_cast<double>(highest) - x[i]) / t > deepest) continue;
-    s.kept.push_back(i);
-    mass += s.weights[i];
-  }
-  return {mass, total_mass, static_cast<int64_t>(s.kept.size()) == count};
+  s.block_highest.clear();
+  for (int b = 0; b < call.vocab; b += kBlock)
+    s.block_highest.push_back(highest_of(x + b, std::min(kBlock, call.vocab - b)));
+  const int64_t allowed = call.vocab - std::count(x, x + call.vocab, kLowest);
+  gather(x, call.vocab, filter_floor(call.vocab, top_k, top_p, deepest, own, t, s), own.highest, t, s);
+  if (top_k > 0) cut_top_k(top_k, s);
+  const bool cut_by_k = top_k > 0 && top_k < allowed;
+  const double mass_k = cut_by_k ? mass_of(s.kept.data(), s.kept.data() + s.kept.size()) : own.scaled;
+  if (top_p < 1.0) cut_top_p(top_p * mass_k, s);
+  auto end = std::remove_if(s.kept.begin(), s.kept.end(), [&](const Weighted& w) {
+    return (static_cast<double>(own.highest) - w.value) / t > deepest;
+  });
+  s.kept.erase(end, s.kept.end());
+  const double mass = mass_of(s.kept.data(), s.kept.data() + s.kept.size());
+  return {mass, own.scaled, static_cast<int64_t>(s.kept.size()) == allowed};
 }
 
 // ---- one row -------------------------------------------------------------------------------------
@@ -389,7 +385,8 @@ struct Target {
 
 // Returns whether the row can be chosen from at all.
 bool prepare(const Call& call, int row, Scratch& s, int threads, Target& target) {
-  const bool sums = call.logprobs != nullptr;
+  target.filtered = call.temperatures[row] != 0 && has_filters(call, row);
+  const bool sums = call.logprobs != nullptr || target.filtered;
   target.raw = target.x = call.logits + row * call.row_stride;
   target.greedy = call.temperatures[row] == 0;
   target.t = target.greedy ? 1.0 : call.temperatures[row];
@@ -403,9 +400,8 @@ bool prepare(const Call& call, int row, Scratch& s, int threads, Target& target)
   }
   target.highest = own.highest;
   target.top = first_at(target.x, call.vocab, own.highest, s);
-  target.filtered = !target.greedy && has_filters(call, row);
   target.kept = {own.scaled, own.scaled, true};
-  if (target.filtered) target.kept = filter(call, row, target.x, own.highest, target.t, s);
+  if (target.filtered) target.kept = filter(call, row, target.x, own, target.t, s);
   return true;
 }
 
@@ -414,14 +410,11 @@ void write_probs(const Call& call, int row, const Target& target, Scratch& s) {
   std::fill(out, out + call.vocab, 0.0);
   if (target.greedy) {
     out[target.top] = 1.0;
-  } else if (target.filtered) {
-    for (int32_t token : s.kept) out[token] = s.weights[token] / target.kept.mass;
-  } else {
-    fill_histogram(target.x, call.vocab, target.highest, target.t, s);
-    double mass = 0;
-    for (float w : s.weights) mass += w;
-    for (int i = 0; i < call.vocab; ++i) out[i] = s.weights[i] / mass;
+    return;
   }
+  if (!target.filtered) gather(target.x, call.vocab, kLowest, target.highest, target.t, s);
+  const double mass = mass_of(s.kept.data(), s.kept.data() + s.kept.size());
+  for (const Weighted& k : s.kept) out[k.token] = k.weight / mass;
 }
 
 void write_logprobs(const Call& call, int row, const Target& target, const Scratch& s) {
@@ -431,7 +424,8 @@ void write_logprobs(const Call& call, int row, const Target& target, const Scrat
   out[kRaw] = raw_below - noise::log64(target.raw_scan.one);
   out[kScaled] = raw_below / target.t - noise::log64(target.raw_scan.scaled);
   const Kept& kept = target.kept;
-  const bool in = !target.filtered || std::binary_search(s.kept.begin(), s.kept.end(), token);
+  const bool in = !target.filtered || std::any_of(s.kept.begin(), s.kept.end(),
+                                                  [&](const Weighted& k) { return k.token == token; });
   const double below = (static_cast<double>(target.x[token]) - target.highest) / target.t;
   out[kTarget] = in ? below - noise::log64(kept.mass) : kNever;
   if (target.greedy) out[kTarget] = token == target.top ? 0.0 : kNever;

@@ -84,13 +84,12 @@ inline double gumbel(uint32_t hash) {
   return -log64(-log64(complement));
 }
 
-// Hashes at or above this have noise below `gap`: with fewer than 2^32 of them worth a logarithm, most
-// tokens cost only their hash. The margin covers the rounding of every formula involved.
+// Hashes at or above this have noise below `gap`, so most tokens cost only their hash. The share of hashes
+// with more noise than g is 1 - exp(-e^-g) <= e^-g; the margin covers the rounding of every formula here.
 inline uint64_t hash_limit(double gap) {
   constexpr double kMargin = 1e-6;
-  double tail = std::exp(-(gap - kMargin));
-  double share = -std::expm1(-tail);
-  return static_cast<uint64_t>(share * 0x1p32) + 1;
+  if (gap < kMargin) return 1ull << 32;
+  return static_cast<uint64_t>(exp64(kMargin - gap) * 0x1p32) + 1;
 }
 
 }  // namespace noise
