@@ -78,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, overrides = arguments[0], arguments[1:]
     if command not in COMMANDS:
         return _refuse(f"unknown command {command!r}; known: {', '.join(COMMANDS)}")
-    if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(_help(command))
-        return OK
     try:
+        if {"-h", "--help"} & set(overrides):
+            sys.stdout.write(_help(command))
+            return OK
         return _run(command, overrides)
     except ConfigError as error:
         return _refuse(f"{command}: {error}")
@@ -95,12 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: str, overrides: Sequence[str]) -> int:
     from rollout.guard import assert_own_packages
+
+    assert_own_packages()  # before anything is imported from the packages it is about
     from rollout.jobs.compose import compose_job
     from rollout.jobs.door import check_trainer
     from rollout.jobs.folder import open_run_folder, save_config
     from rollout.settings import to_plain
 
-    assert_own_packages()
     show = "--show" in overrides
     options = [o for o in overrides if o.startswith("-") and o != "--show"]
     if options:
