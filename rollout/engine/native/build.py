@@ -35,7 +35,7 @@ def build_engine(
     host: str = "local",
 ) -> NativeEngine:
     """Load the policy and return an engine that serves it. Logs every choice that ``auto`` left open."""
-    policy = load_policy(policy_config)
+    policy = load_policy(policy_config, dtype=_DTYPES[engine_config.dtype])
     return engine_of(policy, engine_config, drafter_config, version=policy_config.version, host=host)
 
 

@@ -39,7 +39,7 @@ from rollout.engine.native.work import Work, draft_request, draft_work, reserve_
 from rollout.engine.protocol import RoundOutcome, UpdateManifest
 from rollout.engine.target import Chooser
 from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
-from rollout.policy.weights import WeightStage
+from rollout.policy.weights import WeightStage, checksum
 from rollout.types import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -292,9 +292,9 @@ class NativeEngine:
             self.check_update()
         assert self._checked_state is not None
         self._decoder.load(self._checked_state)
+        self.fingerprint = self._fingerprint(checksum(self._checked_state))
         self.discard_update()
         self.policy_version = stage.manifest.version
-        self.fingerprint = self._fingerprint(stage.manifest.checksum)
         self._scheduler.prefix.clear()
         self._drafting.rebuild_all(NativePolicyView(self._state, policy_version=self.policy_version))
         self._update_s = time.perf_counter() - started
