@@ -1,6 +1,6 @@
 """Packed linears of the compiled kernel: 4-bit and 8-bit weights in the layout of ``linear_int4.h``.
 
-The compiled decoder reads ``data`` (and ``scale``) by address, so a rebuild writes into the same buffers.
+The compiled decoder reads ``packed`` (and ``scales``) by address, so a rebuild writes into the same buffers.
 Shapes: N out features, K in features, P panels of 16 out features, C blocks of 32 in features.
 """
 
@@ -109,26 +109,28 @@ class PackedInt4Linear(_Packed):
             raise ValueError(f"group must be a multiple of {BLOCK}, got {group}")
         self.group = group
         blocks = panels_of(out_features) * blocks_of(in_features)
-        self.data = torch.zeros(blocks * BLOCK_BYTES_4, dtype=torch.uint8)
+        self.packed = torch.zeros(blocks * BLOCK_BYTES_4, dtype=torch.uint8)
         """The panels; its address never changes."""
+        self.scales: Tensor | None = None
+        """Scales stand inside the panels."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes one forward reads."""
-        return self.data.numel()
+        return self.packed.numel()
 
     def rebuild(self, weight: LinearWeight) -> None:
         """Round ``weight`` into the same buffer. Raises ``DraftError``; the buffer is then undefined."""
-        self._quantize(weight, self.group, _address(self.data))
+        self._quantize(weight, self.group, _address(self.packed))
 
     def apply(self, x_RK: Tensor) -> Tensor:
         """Return x W^T with x rounded to 8 bits per row and block of 32."""
-        return self._linear(x_RK, _address(self.data))
+        return self._linear(x_RK, _address(self.packed))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes (N, K) uint8, and scale and minimum (N, C) bfloat16, one per block of 32."""
         panels, blocks = panels_of(self.out_features), blocks_of(self.in_features)
-        parts = self.data.view(panels, blocks, BLOCK_BYTES_4)
+        parts = self.packed.view(panels, blocks, BLOCK_BYTES_4)
         nibbles = parts[..., : COLUMNS * BLOCK // 2].view(panels, blocks, 8, 8, 4)
         # panel, block, j, lane, byte -> panel, half, lane, block, j, byte: columns first, then k.
         halves = torch.stack([nibbles & 15, nibbles >> 4], dim=1).permute(0, 1, 4, 2, 3, 5)
@@ -150,28 +152,28 @@ class PackedInt8Linear(_Packed):
     ) -> None:
         super().__init__(name=name, out_features=out_features, in_features=in_features, defines=defines)
         panels, blocks = panels_of(out_features), blocks_of(in_features)
-        self.data = torch.zeros(panels * blocks * COLUMNS * BLOCK, dtype=torch.int8)
+        self.packed = torch.zeros(panels * blocks * COLUMNS * BLOCK, dtype=torch.int8)
         """The panels; its address never changes."""
-        self.scale = torch.zeros(panels * COLUMNS)
+        self.scales = torch.zeros(panels * COLUMNS)
         """Per out feature, padded to whole panels; its address never changes."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes one forward reads."""
-        return self.data.numel() + 4 * self.scale.numel()
+        return self.packed.numel() + 4 * self.scales.numel()
 
     def rebuild(self, weight: LinearWeight) -> None:
         """Round ``weight`` into the same buffers. Raises ``DraftError``; they are then undefined."""
-        self._quantize(weight, _address(self.data), _address(self.scale))
+        self._quantize(weight, _address(self.packed), _address(self.scales))
 
     def apply(self, x_RK: Tensor) -> Tensor:
         """Return x W^T with x rounded to 8 bits per row and block of 32."""
-        return self._linear(x_RK, _address(self.data), _address(self.scale))
+        return self._linear(x_RK, _address(self.packed), _address(self.scales))
 
     def unpack(self) -> tuple[Tensor, Tensor]:
         """Return codes (N, K) int8 and scale (N,) float32."""
         panels, blocks = panels_of(self.out_features), blocks_of(self.in_features)
         # panel, block, j, column, byte -> panel, column, block, j, byte
-        codes = self.data.view(panels, blocks, 8, COLUMNS, 4).permute(0, 3, 1, 2, 4)
+        codes = self.packed.view(panels, blocks, 8, COLUMNS, 4).permute(0, 3, 1, 2, 4)
         codes = codes.reshape(panels * COLUMNS, blocks * BLOCK)
-        return codes[: self.out_features, : self.in_features].contiguous(), self.scale[: self.out_features]
+        return codes[: self.out_features, : self.in_features].contiguous(), self.scales[: self.out_features]

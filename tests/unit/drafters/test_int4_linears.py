@@ -131,7 +131,7 @@ def test_an_int4_round_trip_moves_no_element_by_more_than_its_bound(
     scale_NK, minimum_NK = (
         t.float().repeat_interleave(32, 1)[:, :k] for t in (rounded.scale_NG, rounded.minimum_NG)
     )
-    bound_NK = scale_NK * (0.5 + 15 * BF16_STEP) + minimum_NK.abs() * BF16_STEP + 1e-7
+    bound_NK = scale_NK * (0.6 + 15 * BF16_STEP) + minimum_NK.abs() * BF16_STEP + 1e-7
     error_NK = (rounded.dequantize() - rows_NK.float()).abs()
     assert bool((error_NK <= bound_NK).all())
 
@@ -147,8 +147,8 @@ def test_an_int8_round_trip_moves_no_element_by_more_than_half_a_code(n: int, k:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_ten_builds_give_the_same_bytes(n: int, k: int) -> None:
     source = weight(n, k, panels=True)
-    assert len({bytes(packed4(source).data.tolist()) for _ in range(10)}) == 1
-    assert len({tuple(packed8(source).data.tolist()) for _ in range(10)}) == 1
+    assert len({bytes(packed4(source).packed.tolist()) for _ in range(10)}) == 1
+    assert len({tuple(packed8(source).packed.tolist()) for _ in range(10)}) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
@@ -188,7 +188,7 @@ def test_thread_count_changes_no_bit() -> None:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append((packed4(source).data, packed4(source).apply(x_RK)))
+            results.append((packed4(source).packed, packed4(source).apply(x_RK)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for later in results[1:] for a, b in zip(results[0], later, strict=True))
@@ -312,3 +312,23 @@ def test_panels_of_the_wrong_size_are_refused() -> None:
 def test_weight_bytes_count_what_one_pass_reads() -> None:
     assert packed4(weight(40, 96)).weight_bytes == 3 * 3 * 320
     assert packed8(weight(40, 96)).weight_bytes == 3 * 3 * 512 + 3 * 16 * 4
+
+
+def test_the_fitted_line_lowers_the_error_by_a_fifth_and_finds_a_noisy_grid_again() -> None:
+    noise = torch.Generator().manual_seed(3)
+    on_grid = round_to_int4(torch.randn(200, 64, generator=noise), 32)
+    step_NK = on_grid.scale_NG.float().repeat_interleave(32, 1)
+    off_NK = (torch.rand(200, 64, generator=noise) - 0.5) * 0.5 * step_NK
+    weight_NK = (on_grid.dequantize() + off_NK).bfloat16().float()
+
+    grouped = weight_NK.view(200, 2, 32)
+    lo, hi = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    between = ((grouped - lo) / (hi - lo) * 15).round() / 15 * (hi - lo) + lo
+
+    def rms(error: Tensor) -> float:
+        return float(error.square().mean().sqrt())
+
+    fitted = rms(round_to_int4(weight_NK, 32).dequantize() - weight_NK)
+    assert 0.7 < fitted / rms(between - grouped) < 0.85
+    # What is left is the noise itself: codes found the grid again.
+    assert fitted <= 1.02 * rms(off_NK)
