@@ -50,8 +50,8 @@ class RolloutRecorder:
         for completion in ended:
             self._tracker.record(COMPLETIONS, {"rollout_step": rollout_step, **completion_record(completion)})
 
-    def update(self, *, version: int, update_s: float, drafter_build_s: float) -> None:
-        """Take one weight update."""
+    def update(self, *, version: int, update_s: float, drafter_build_s: float | None = None) -> None:
+        """Take one weight update; ``drafter_build_s`` is the share that rebuilt drafters, None if unknown."""
         self._pool.add_update(version=version, update_s=update_s, drafter_build_s=drafter_build_s)
         self.event("weight_update", version=version, update_s=update_s, drafter_build_s=drafter_build_s)
 

@@ -5,7 +5,7 @@ request does not count like a long one. Names are those trainers already chart.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from controller.types import AR, RoundFacts, RoundPlan, SequenceOutcome
@@ -78,7 +78,9 @@ class RolloutPool:
     lengths: list[int] = field(default_factory=list)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     update_s: float = 0.0
-    drafter_build_s: float = 0.0
+    drafter_build_s: float | None = None
+    """None as long as nobody said."""
+
     updates: int = 0
     policy_version: int = -1
 
@@ -113,11 +115,12 @@ class RolloutPool:
             self.finish_reasons[completion.finish_reason] += 1
             self.lengths.append(len(completion.tokens))
 
-    def add_update(self, *, version: int, update_s: float, drafter_build_s: float) -> None:
-        """Count one weight update: its whole time, and the share that rebuilt drafters."""
+    def add_update(self, *, version: int, update_s: float, drafter_build_s: float | None) -> None:
+        """Count one weight update: its whole time, and the share that rebuilt drafters where known."""
         self.updates += 1
         self.update_s += update_s
-        self.drafter_build_s += drafter_build_s
+        if drafter_build_s is not None:
+            self.drafter_build_s = (self.drafter_build_s or 0.0) + drafter_build_s
         self.policy_version = max(self.policy_version, version)
 
     def metrics(self, *, wall_s: float) -> dict[str, float]:
@@ -162,8 +165,9 @@ class RolloutPool:
             "rollout/batch_max": float(self.max_batch),
             "rollout/weight_updates": float(self.updates),
             "rollout/weight_sync_s": self.update_s,
-            "rollout/drafter_build_s": self.drafter_build_s,
         }
+        if self.drafter_build_s is not None:
+            metrics["rollout/drafter_build_s"] = self.drafter_build_s
         metrics |= {
             f"rollout/{part}_s": self.seconds.get(part, 0.0) for part in ("draft", "verify", "commit")
         }
@@ -207,6 +211,19 @@ def round_gauges(facts: RoundFacts, plan: RoundPlan | None = None) -> dict[str, 
     if plan is not None and plan.predicted_s > 0:
         gauges["engine/predicted_s"] = plan.predicted_s
     return gauges | {f"engine/sequences_{name}": float(n) for name, n in sorted(by_drafter.items())}
+
+
+def slowest_build_s(stats: Mapping[str, float]) -> float | None:
+    """Return the seconds the slowest host last took to rebuild its drafters; None when no host says so.
+
+    ``stats`` is ``RolloutClient.stats()``: ``host/NAME/drafter/DRAFTER_build_s``.
+    """
+    by_host: dict[str, float] = {}
+    for name, value in stats.items():
+        parts = name.split("/")
+        if len(parts) == 4 and parts[0] == "host" and parts[2] == "drafter" and parts[3].endswith("_build_s"):
+            by_host[parts[1]] = by_host.get(parts[1], 0.0) + value
+    return max(by_host.values(), default=None)
 
 
 def completion_record(completion: Completion) -> dict[str, object]:

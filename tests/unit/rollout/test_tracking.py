@@ -29,7 +29,13 @@ from rollout.service.records import RoundRecord
 from rollout.tracking.jsonl import JsonlTracker, read_jsonl
 from rollout.tracking.opening import open_tracker
 from rollout.tracking.recorder import RolloutRecorder, round_record
-from rollout.tracking.reduce import AcceptanceCounts, RolloutPool, completion_record, round_gauges
+from rollout.tracking.reduce import (
+    AcceptanceCounts,
+    RolloutPool,
+    completion_record,
+    round_gauges,
+    slowest_build_s,
+)
 from rollout.tracking.tracker import Trackers
 from rollout.types import Completion, Provenance, TokenRecord
 
@@ -195,6 +201,21 @@ def test_times_tokens_and_prediction_error_add_up() -> None:
     }
     for name, value in expected.items():
         assert metrics[f"rollout/{name}"] == pytest.approx(value), name
+
+
+def test_the_time_of_a_drafter_build_is_the_slowest_hosts_and_unknown_is_not_zero() -> None:
+    stats = {
+        "host/a/drafter/w4_build_s": 0.2,
+        "host/a/drafter/history_build_s": 0.1,
+        "host/b/drafter/w4_build_s": 0.25,
+        "host/b/drafter/w4_version": 7.0,
+        "service/live": 9.0,
+    }
+    assert slowest_build_s(stats) == pytest.approx(0.3)
+    assert slowest_build_s({"service/live": 9.0}) is None
+    pool = RolloutPool()
+    pool.add_update(version=1, update_s=0.5, drafter_build_s=None)
+    assert "rollout/drafter_build_s" not in pool.metrics(wall_s=1.0)
 
 
 def test_a_rounds_point_of_the_timeline_names_drafters_gamma_and_batch() -> None:
