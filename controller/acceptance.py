@@ -6,8 +6,10 @@ limit says nothing about the positions behind the cut. Nothing here ever sees a 
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,8 @@ RECENT_MIN_TOKENS = 6.0
 
 SEQUENCE_WINDOW_TOKENS = 96.0
 """Memory of one sequence: text turns from easy to hard within paragraphs."""
+
+_SEQUENCE_FADE = [math.exp(-t / SEQUENCE_WINDOW_TOKENS) for t in range(65)]
 
 SEQUENCE_RANGE = (0.25, 4.0)
 """How far a sequence's hazard may differ from its drafter's mean, as a factor."""
@@ -56,90 +60,161 @@ class _Sequence:
     expected: float = 0.0
 
 
+class _Counts:
+    """Fading counts of rounds by positions tried and positions kept, O(1) per round.
+
+    Instead of shrinking the past, new rounds weigh more; a position's count is the sum over all rounds
+    that reached it.
+    """
+
+    def __init__(self, positions: int, *, window_tokens: float) -> None:
+        self._growth = [math.exp(t / window_tokens) for t in range(positions + 1)]
+        self._weight = 1.0
+        self._tried = [0.0] * (positions + 1)
+        self._kept = [0.0] * (positions + 1)
+
+    def add(self, tried: int, kept: int) -> None:
+        self._weight *= self._growth[tried]
+        self._tried[tried] += self._weight
+        self._kept[kept] += self._weight
+        if self._weight > 1e9:
+            self._rescale(1.0 / self._weight)
+            self._weight = 1.0
+
+    def add_evenly(self, per_position: float, acceptance: float) -> None:
+        """Add a prior: every position tried equally often."""
+        self._tried[-1] += per_position * self._weight
+        self._kept[-1] += per_position * acceptance * self._weight
+
+    def _rescale(self, factor: float) -> None:
+        self._tried = [t * factor for t in self._tried]
+        self._kept = [k * factor for k in self._kept]
+
+    def discount(self, share: float) -> None:
+        self._rescale(share)
+
+    def clear(self) -> None:
+        self._rescale(0.0)
+
+    def become(self, other: "_Counts") -> None:
+        """Take over the evidence of ``other``."""
+        factor = self._weight / other._weight
+        self._tried = [t * factor for t in other._tried]
+        self._kept = [k * factor for k in other._kept]
+
+    def totals(self) -> tuple[float, float]:
+        """Return draft tokens tried and kept, over all positions."""
+        tried = sum(i * t for i, t in enumerate(self._tried))
+        kept = sum(i * k for i, k in enumerate(self._kept))
+        return tried / self._weight, kept / self._weight
+
+    def by_position(self) -> tuple[list[float], list[float]]:
+        """Return draft tokens tried and kept at each position, the first at index 0."""
+
+        def reaching(rounds: list[float]) -> list[float]:
+            return [r / self._weight for r in accumulate(reversed(rounds[1:]))][::-1]
+
+        return reaching(self._tried), reaching(self._kept)
+
+
 class _Drafter:
     """Evidence about one drafter. The prior is counted as evidence, so it fades like the rest."""
 
     def __init__(self, config: ControllerConfig, *, positions: int) -> None:
         self._config = config
-        share = config.prior_tokens / positions
-        self.tried = np.full(positions, share)
-        self.kept = self.tried * config.prior_acceptance
-        self._recent_tried = np.zeros(positions)
-        self._recent_kept = np.zeros(positions)
+        self.positions = positions
+        self._memory = _Counts(positions, window_tokens=config.acceptance_window_tokens)
+        self._memory.add_evenly(config.prior_tokens / positions, config.prior_acceptance)
+        self._recent = _Counts(positions, window_tokens=RECENT_TOKENS)
         self.sequences: dict[int, _Sequence] = {}
         self.seen_tokens = 0
-        self._hazard: Floats | None = None
-        self._log_survival: Floats | None = None
+        self.survivals: list[float] = []
+        self._stale = True
+        self._refresh()
 
-    @property
-    def positions(self) -> int:
-        return len(self.tried)
+    def _refresh(self) -> None:
+        """Work out everything that reading needs, once per change."""
+        if not self._stale:
+            return
+        self._stale = False
+        tried, kept = self._memory.totals()
+        self._mean = _clip(kept / tried)
+        # Little evidence is met with hope: one standard error beyond that of a full memory. What it
+        # costs is bounded by the evidence it brings; a wrong fear would stay until the next probes.
+        shy = 1.0 / math.sqrt(tried) - 1.0 / math.sqrt(self._config.acceptance_window_tokens)
+        hope = self._config.hope_errors * math.sqrt(self._mean * (1.0 - self._mean)) * max(0.0, shy)
+        lean = self._config.position_prior_tokens
+        self._hazards = [
+            _clip((lean * self._mean + k) / (lean + t) + hope)
+            for t, k in zip(*self._memory.by_position(), strict=True)
+        ]
+        self._expected = [0.0, *accumulate(self._hazards)]
+        self.survivals = list(accumulate(self._hazards, operator.mul))
+        self._logs = [math.log(share) for share in self.survivals]
+        self._log_survival = np.asarray(self._logs)
 
     @property
     def mean(self) -> float:
         """Pooled chance that a tried draft token is kept."""
-        share = float(self.kept.sum()) / float(self.tried.sum())
-        return min(SURE_FRAC, max(HOPELESS_FRAC, share))
+        self._refresh()
+        return self._mean
 
     @property
-    def hazard(self) -> Floats:
-        """Chance per position that it is kept, given that all before it were."""
-        if self._hazard is None:
-            lean = self._config.position_prior_tokens
-            raw = (lean * self.mean + self.kept) / (lean + self.tried)
-            self._hazard = np.clip(raw, HOPELESS_FRAC, SURE_FRAC)
-        return self._hazard
+    def hazards(self) -> list[float]:
+        """Chance per position that it is kept, given that all before it were; hope included."""
+        self._refresh()
+        return self._hazards
 
     @property
     def log_survival(self) -> Floats:
-        if self._log_survival is None:
-            self._log_survival = np.cumsum(np.log(self.hazard))
+        """Log of the chance that all up to a position are kept."""
+        self._refresh()
         return self._log_survival
+
+    @property
+    def evidence_tokens(self) -> float:
+        """Draft tokens the memory is worth."""
+        return self._memory.totals()[0]
+
+    def expected(self, gamma: int, key: int | None) -> float:
+        """Return how many of ``gamma`` draft tokens are kept on average."""
+        self._refresh()
+        power = self.factor(key) if key in self.sequences and key is not None else 1.0
+        if power == 1.0:
+            return sum(self.survivals[:gamma])
+        return sum(math.exp(power * log) for log in self._logs[:gamma])
 
     def observe(self, outcome: SequenceOutcome, *, probing: bool) -> None:
         tried, kept = tried_and_kept(outcome)
         tried, kept = min(tried, self.positions), min(kept, self.positions)
         if tried == 0:
             return
-        self._observe_sequence(outcome, tried, kept)
         self.seen_tokens += tried
-        fade = math.exp(-tried / self._config.acceptance_window_tokens)
-        recent_fade = math.exp(-tried / RECENT_TOKENS)
-        for counts, factor in (
-            (self.tried, fade),
-            (self.kept, fade),
-            (self._recent_tried, recent_fade),
-            (self._recent_kept, recent_fade),
-        ):
-            counts *= factor
-        self.tried[:tried] += 1.0
-        self.kept[:kept] += 1.0
-        self._recent_tried[:tried] += 1.0
-        self._recent_kept[:kept] += 1.0
+        self._memory.add(tried, kept)
+        self._recent.add(tried, kept)
         if probing:
             self._replace_if_changed()
-        self._hazard = self._log_survival = None
+        if not outcome.finished:
+            one = self.sequences.get(outcome.key)
+            if one is None:
+                one = self.sequences[outcome.key] = _Sequence()
+            fade = _SEQUENCE_FADE[min(tried, len(_SEQUENCE_FADE) - 1)]
+            one.tried = one.tried * fade + tried
+            one.kept = one.kept * fade + kept
+            # As last read: a handful of rounds old at most, and cheap.
+            one.expected = one.expected * fade + self._expected[tried]
+        self._stale = True
 
     def _replace_if_changed(self) -> None:
         """Drop the memory when a few probes contradict it by more than chance allows."""
-        recent = float(self._recent_tried.sum())
+        recent, recent_kept = self._recent.totals()
+        tried, kept = self._memory.totals()
         if recent < RECENT_MIN_TOKENS:
             return
-        mean = self.mean
+        mean = _clip(kept / tried)
         spread = math.sqrt(mean * (1.0 - mean) / recent)
-        if abs(float(self._recent_kept.sum()) / recent - mean) > self._config.change_z * spread:
-            self.tried[:] = self._recent_tried
-            self.kept[:] = self._recent_kept
-
-    def _observe_sequence(self, outcome: SequenceOutcome, tried: int, kept: int) -> None:
-        if outcome.finished:
-            self.sequences.pop(outcome.key, None)
-            return
-        one = self.sequences.setdefault(outcome.key, _Sequence())
-        fade = math.exp(-tried / SEQUENCE_WINDOW_TOKENS)
-        one.tried = one.tried * fade + tried
-        one.kept = one.kept * fade + kept
-        one.expected = one.expected * fade + float(self.hazard[:tried].sum())
+        if abs(recent_kept / recent - mean) > self._config.change_z * spread:
+            self._memory.become(self._recent)
 
     def factor(self, key: int) -> float:
         """Return the sequence's power: its survival is the drafter's survival to this power."""
@@ -147,22 +222,24 @@ class _Drafter:
         if one is None:
             return 1.0
         lean = self._config.sequence_prior_tokens
-        total, prior = lean + one.tried, lean * self.mean
-        own = min(SURE_FRAC, max(HOPELESS_FRAC, (prior + one.kept) / total))
-        usual = min(SURE_FRAC, max(HOPELESS_FRAC, (prior + one.expected) / total))
+        total, prior = lean + one.tried, lean * self._mean
+        own, usual = _clip((prior + one.kept) / total), _clip((prior + one.expected) / total)
         low, high = SEQUENCE_RANGE
         return min(high, max(low, math.log(own) / math.log(usual)))
 
     def discount(self) -> None:
         """Keep part of the evidence and fill up with the prior: a new policy may differ."""
-        kept_share = self._config.version_discount
-        fresh = (1.0 - kept_share) * self._config.prior_tokens / self.positions
-        self.tried[:] = self.tried * kept_share + fresh
-        self.kept[:] = self.kept * kept_share + fresh * self._config.prior_acceptance
-        self._recent_tried[:] = 0.0
-        self._recent_kept[:] = 0.0
+        share = self._config.version_discount
+        self._memory.discount(share)
+        fresh = (1.0 - share) * self._config.prior_tokens / self.positions
+        self._memory.add_evenly(fresh, self._config.prior_acceptance)
+        self._recent.clear()
         self.sequences.clear()
-        self._hazard = self._log_survival = None
+        self._stale = True
+
+
+def _clip(share: float) -> float:
+    return min(SURE_FRAC, max(HOPELESS_FRAC, share))
 
 
 class AcceptanceModel:
@@ -174,9 +251,10 @@ class AcceptanceModel:
     def observe(self, outcomes: Iterable[SequenceOutcome], *, probing: bool = False) -> None:
         """Take one round's outcomes. ``probing``: its drafts were there only to be seen."""
         for outcome in outcomes:
-            drafter = self._drafters.get(outcome.drafter)
-            if drafter is not None and outcome.gamma > 0:
-                drafter.observe(outcome, probing=probing)
+            if outcome.gamma > 0:
+                drafter = self._drafters.get(outcome.drafter)
+                if drafter is not None:
+                    drafter.observe(outcome, probing=probing)
             if outcome.finished:
                 self.forget(outcome.key)
 
@@ -200,16 +278,15 @@ class AcceptanceModel:
     def survival(self, drafter: str, keys: Sequence[int]) -> Floats:
         """Return (len(keys), positions): the chance that a draft token at each position is kept."""
         one = self._drafters[drafter]
+        log_survival = one.log_survival
         if not one.sequences:
-            return np.exp(np.broadcast_to(one.log_survival, (len(keys), one.positions)))
-        powers = np.asarray([one.factor(key) for key in keys])
-        return np.exp(powers[:, None] * one.log_survival)
+            return np.exp(np.broadcast_to(log_survival, (len(keys), one.positions)))
+        factor = one.factor
+        return np.exp(np.asarray([factor(key) for key in keys])[:, None] * log_survival)
 
     def expected_accepted(self, drafter: str, gamma: int, key: int | None = None) -> float:
         """Return the draft tokens of ``gamma`` expected to be kept, for one sequence or a new one."""
-        one = self._drafters[drafter]
-        power = 1.0 if key is None else one.factor(key)
-        return float(np.exp(power * one.log_survival[:gamma]).sum())
+        return self._drafters[drafter].expected(gamma, key)
 
     def mean(self, drafter: str) -> float:
         """Return the pooled chance that a tried draft token is kept."""
@@ -219,6 +296,10 @@ class AcceptanceModel:
         """Return how many draft tokens were ever tried."""
         return self._drafters[drafter].seen_tokens
 
+    def evidence_tokens(self, drafter: str) -> float:
+        """Return how many draft tokens what is remembered is worth, prior included."""
+        return self._drafters[drafter].evidence_tokens
+
     def hazard(self, drafter: str) -> tuple[float, ...]:
-        """Return the chance per position that it is kept, given that all before it were."""
-        return tuple(float(h) for h in self._drafters[drafter].hazard)
+        """Return the chance per position that it is kept, given that all before it were, as plans use it."""
+        return tuple(self._drafters[drafter].hazards)

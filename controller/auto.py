@@ -6,7 +6,7 @@ sequence draft while speculation is off, checks decode plainly while it is on.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,20 @@ from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts
 EXPLORE_MEMORY_S = 20.0
 """Time whose unspent exploration budget is kept: what was saved over minutes is not spent in one tail."""
 
+PLAN_S = 2.5e-4
+"""What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
+
+UNCHANGED_PATIENCE = 4.0
+"""How much longer a plan is repeated when neither sequences nor ready drafts changed."""
+
+YOUNG_TOKENS = 64.0
+"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
+
+BATCH_CHANGE = 0.25
+"""Relative change of the batch that is planned for at once."""
+
 Ints = NDArray[np.intp]
+NO_PLAN = RoundPlan(assignments={}, reason="")
 NO_MODEL = DraftLine(pass_s=0.0, row_s=0.0)
 
 
@@ -42,6 +55,19 @@ class _View:
 
     least_worth: float
     """A slot kept less often than this cannot pay even for its own policy row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A plan that may be repeated, and what it was made for."""
+
+    plan: RoundPlan
+    keys: tuple[int, ...]
+    ready: tuple[int, ...]
+    """Ready draft tokens of every sequence and reporting drafter, in order."""
+
+    usable: tuple[str, ...]
+    prefill: bool
 
 
 class AutoController(BaseController):
@@ -68,6 +94,8 @@ class AutoController(BaseController):
         self._explored_s = 0.0
         self._pending_loss_s = 0.0
         self._pending_rate = 0.0
+        self._kept: _Kept | None = None
+        self._since_plan_s = 0.0
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
 
@@ -75,7 +103,17 @@ class AutoController(BaseController):
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
-        self._pending_loss_s = 0.0
+        self._pending_loss_s = self._pending_rate = 0.0
+        now = _situation(load, tuple(d for d in self._drafters if self._watchdog.usable(d)))
+        kept = self._kept
+        if kept is not None and self._still_good(kept, now):
+            return self._repeat(load, kept, now)
+        plan, best_per_s, view = self._think(load)
+        self._kept, self._since_plan_s = replace(now, plan=plan), 0.0
+        return self._explore(view, plan, best_per_s)
+
+    def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
+        """Return the plan with the best tokens per second, that rate, and what it was made from."""
         view = self._view(load)
         self._options = self._priced_options(view)
         self._last_ar = (view.ar_s, float(view.batch.size))
@@ -86,10 +124,50 @@ class AutoController(BaseController):
         self._on = gain >= enough
         if best is None or not self._on:
             why = "nothing worth drafting" if best is None else f"gain {gain:+.1%} below the margin"
-            return self._explore_off(view, why)
-        assignments = self._assignments_of(view, best)
-        plan = self._priced(load, assignments, f"{best.candidates.label}: gain {gain:+.1%}")
-        return self._explore_on(view, plan, best.worth_per_s)
+            plain = RoundPlan(
+                assignments={}, reason=why, predicted_s=view.ar_s, predicted_tokens=float(view.batch.size)
+            )
+            return plain, view.ar_per_s, view
+        plan = self._priced(
+            load, self._assignments_of(view, best), f"{best.candidates.label}: gain {gain:+.1%}"
+        )
+        return plan, best.worth_per_s, view
+
+    def _still_good(self, kept: _Kept, now: _Kept) -> bool:
+        """Whether the last plan may stand for this round."""
+        if kept.usable != now.usable or kept.prefill != now.prefill:
+            return False
+        if abs(len(now.keys) - len(kept.keys)) > BATCH_CHANGE * len(kept.keys):
+            return False
+        drafters = {a.drafter for a in kept.plan.assignments.values()}
+        if any(self._acceptance.evidence_tokens(d) < YOUNG_TOKENS for d in drafters):
+            return False
+        patience_s = PLAN_S / self._config.think_budget_frac
+        if kept.keys == now.keys and kept.ready == now.ready:
+            patience_s *= UNCHANGED_PATIENCE
+        return self._since_plan_s < patience_s
+
+    def _repeat(self, load: RoundLoad, kept: _Kept, now: _Kept) -> RoundPlan:
+        """Return the last plan, cut to what each sequence can still use."""
+        old, same = kept.plan.assignments, kept.keys == now.keys
+        assignments: dict[int, Assignment] = {}
+        for s in load.sequences if old else ():
+            a = old.get(s.key)
+            if a is None:
+                continue
+            room = self._room(s, a.drafter)
+            if room < a.gamma:
+                same = False
+                if room == 0:
+                    continue
+                a = self._assignment(a.drafter, room)
+            assignments[s.key] = a
+        return kept.plan if same else self._priced(load, assignments, kept.plan.reason)
+
+    def policy_changed(self, version: int) -> None:
+        """Hear that the policy is now ``version``."""
+        super().policy_changed(version)
+        self._kept = None
 
     def _view(self, load: RoundLoad) -> _View:
         sequences = load.sequences
@@ -184,18 +262,15 @@ class AutoController(BaseController):
 
     # Exploring.
 
-    def _explore_off(self, view: _View, why: str) -> RoundPlan:
-        plain = self._priced(view.load, {}, why)
-        probe = self._probe(view, plain, view.ar_per_s)
-        return plain if probe is None else probe
-
-    def _explore_on(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan:
-        bucket = bucket_of(view.batch.size)
-        seen = self._ar_seen_round.setdefault(bucket, self._round)
-        loss_s = view.ar_s - view.batch.size / best_per_s
-        if self._round - seen >= self._config.check_interval_rounds and self._afford(loss_s, best_per_s):
-            self._ar_seen_round[bucket] = self._round
-            return self._priced(view.load, {}, "check of plain decoding", probe=True)
+    def _explore(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan:
+        """Return ``plan``, or in its place a round that shows what it cannot."""
+        if plan.assignments:
+            bucket = bucket_of(view.batch.size)
+            seen = self._ar_seen_round.setdefault(bucket, self._round)
+            loss_s = view.ar_s - view.batch.size / best_per_s
+            if self._round - seen >= self._config.check_interval_rounds and self._afford(loss_s, best_per_s):
+                self._ar_seen_round[bucket] = self._round
+                return self._priced(view.load, {}, "check of plain decoding", probe=True)
         probe = self._probe(view, plan, best_per_s)
         return plan if probe is None else probe
 
@@ -239,6 +314,7 @@ class AutoController(BaseController):
     # Learning.
 
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
+        self._since_plan_s += facts.total_s
         budget = self._config.explore_budget_frac
         self._credit_s = min(budget * EXPLORE_MEMORY_S, self._credit_s + budget * facts.total_s)
         if plan is not None and plan.probe:
@@ -294,6 +370,17 @@ class AutoController(BaseController):
             "controller/speculating": float(self._on),
             "controller/explored_frac": explored,
         }
+
+
+def _situation(load: RoundLoad, usable: tuple[str, ...]) -> _Kept:
+    """Return what decides whether a plan still stands; its plan is empty."""
+    return _Kept(
+        plan=NO_PLAN,
+        keys=tuple([s.key for s in load.sequences]),
+        ready=tuple([n for s in load.sequences for n in s.history_match_tokens.values()]),
+        usable=usable,
+        prefill=load.prefill_tokens > 0,
+    )
 
 
 def _mixed(view: _View, model: Candidates, free: list[Candidates]) -> Candidates:

@@ -22,6 +22,10 @@ from controller.types import (
 )
 from controller.watchdog import Watchdog, WatchdogAction
 
+COST_EVERY_S = 0.01
+"""Time between rounds the cost model learns from; probes always count. At 5 ms a round says little that
+the one before did not, and learning from it would cost a percent of it."""
+
 ERROR_FADE = 0.98
 """Weight kept per round by the running error of predictions: about fifty rounds are averaged."""
 
@@ -56,6 +60,7 @@ class BaseController:
         self._last_plan: RoundPlan | None = None
         self._last_now_s = 0.0
         self._elapsed_s = 0.0
+        self._since_cost_s = 0.0
         self._error_frac = 0.0
         self._counts = {"rounds_ar": 0, "rounds_sd": 0, "rounds_probe": 0, "switches": 0}
         self._was_speculating = False
@@ -101,10 +106,15 @@ class BaseController:
         if mine is not None and mine.predicted_s > 0.0 and facts.total_s > 0.0:
             error = mine.predicted_s / facts.total_s - 1.0
             self._error_frac = ERROR_FADE * self._error_frac + (1.0 - ERROR_FADE) * error
-        if self._cost is not None:
+        probing = mine is not None and mine.probe
+        self._since_cost_s += facts.total_s
+        if self._cost is not None and (probing or self._since_cost_s >= COST_EVERY_S):
+            self._since_cost_s = 0.0
             self._cost.observe(facts)
-        self._acceptance.observe(facts.outcomes, probing=mine is not None and mine.probe)
-        self._watchdog.observe(facts)
+        told = [o for o in facts.outcomes if o.gamma > 0 or o.finished]
+        if told:
+            self._acceptance.observe(told, probing=probing)
+        self._watchdog.observe(facts, told)
         self._learn(facts, mine)
 
     def policy_changed(self, version: int) -> None:

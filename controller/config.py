@@ -57,15 +57,19 @@ class ControllerConfig:
     """Rounds without an observation of a drafter before one sequence tries it. Acceptance cannot be seen
     while a drafter is unused, so without probes it could never be seen to improve."""
 
-    probe_gamma: int = 3
+    probe_gamma: int = 2
     """Draft tokens of a probe: enough to see more than one position, few enough to be cheap."""
 
     check_interval_rounds: int = 96
     """Speculative rounds before one plain round measures what plain decoding costs at this batch."""
 
-    explore_budget_frac: float = 0.01
-    """Largest share of time that probes and checks may lose. Half of the 2% ``auto`` may cost where
-    speculation never pays."""
+    explore_budget_frac: float = 0.005
+    """Largest share of time that probes and checks may lose. A quarter of the 2% ``auto`` may cost where
+    speculation never pays; deciding itself and the machine's noise need the rest."""
+
+    think_budget_frac: float = 0.005
+    """Share of time that planning may take; in between, the last plan is repeated. Rounds of 5 ms are
+    too short to be planned one by one."""
 
     prior_acceptance: float = 0.8
     """Acceptance per draft token assumed before any was seen. Hopeful on purpose: a wrong hope costs a
@@ -73,6 +77,10 @@ class ControllerConfig:
 
     prior_tokens: float = 8.0
     """Draft tokens the prior is worth: two rounds of evidence outweigh it."""
+
+    hope_errors: float = 1.0
+    """Standard errors by which scarce evidence is read in a drafter's favour; none are left once the
+    memory is full."""
 
     position_prior_tokens: float = 16.0
     """Draft tokens by which a position's acceptance leans on the drafter's mean over positions."""
@@ -166,10 +174,10 @@ class ControllerConfig:
             *("check_interval_rounds", "cost_window_rounds", "watchdog_failures", "switch_horizon_rounds"),
             *("acceptance_window_tokens", "position_prior_tokens", "sequence_prior_tokens", "prior_tokens"),
         ]
-        at_least_zero = ["margin_frac", "hysteresis_frac", "change_z", "watchdog_version_lag"]
+        at_least_zero = ["margin_frac", "hysteresis_frac", "change_z", "watchdog_version_lag", "hope_errors"]
         at_least_zero += ["watchdog_cooldown_s"]
         shares = ["tail_weight", "version_discount", "watchdog_collapse_frac", "explore_budget_frac"]
-        open_shares = ["prior_acceptance", "cost_quantile"]
+        open_shares = ["prior_acceptance", "cost_quantile", "think_budget_frac"]
         for names, low, high, words in (
             (at_least_one, 1, math.inf, ">= 1"),
             (at_least_zero, 0, math.inf, ">= 0"),

@@ -42,8 +42,14 @@ CELL_FIRST_STEP = 0.1
 CELL_LIMIT = 0.5
 """Largest log correction of a cell: a part mispriced by more needs a new calibration."""
 
-OTHER_MEMORY_ROUNDS = 200.0
-"""Memory of the time spent outside forwards; Python's speed changes slowly."""
+LINE_STEP = 0.05
+"""Share of an error a line takes over: the time outside forwards is small and changes slowly."""
+
+LINE_ROW_SCALE = 1.0 / 16.0
+"""Brings usual row counts near 1, so that base and slope learn equally fast."""
+
+CELLS_REFRESH = 8
+"""Observations after which blended corrections are worked out again; each moves them by a step at most."""
 
 
 class FactorTracker:
@@ -74,12 +80,15 @@ class FactorTracker:
         self.slowdown = math.exp(ordered[int(self._quantile * (len(ordered) - 1))])
 
 
+_BUCKETS = [round(BUCKETS_PER_OCTAVE * math.log2(max(1, rows))) for rows in range(4097)]
+_ROW_BUCKET: NDArray[np.intp] = np.asarray(_BUCKETS, dtype=np.intp)
+
+
 def bucket_of(rows: int) -> int:
     """Return the residual bucket of a row or sequence count."""
-    return min(ROW_BUCKETS - 1, round(BUCKETS_PER_OCTAVE * math.log2(max(1, rows))))
+    return _BUCKETS[rows] if rows <= 4096 else ROW_BUCKETS - 1
 
 
-_ROW_BUCKET: NDArray[np.intp] = np.asarray([bucket_of(r) for r in range(4097)], dtype=np.intp)
 _DISTANCE: Floats = (np.arange(ROW_BUCKETS)[:, None] - np.arange(ROW_BUCKETS)[None, :]) / BUCKETS_PER_OCTAVE
 _KERNEL: Floats = np.exp(-0.5 * (_DISTANCE / NEIGHBOUR_OCTAVES) ** 2)
 
@@ -95,6 +104,7 @@ class ResidualTable:
         self._quantile = quantile
         self._bias = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
         self._count = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
+        self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
 
@@ -110,8 +120,11 @@ class ResidualTable:
             bias += step * (self._quantile if log_error > bias else self._quantile - 1.0)
         self._bias[r, s] = min(CELL_LIMIT, max(-CELL_LIMIT, bias))
         self._count[r, s] = count
-        self._curves.clear()
-        self._arrays.clear()
+        self._since_refresh += 1
+        if count <= CELLS_REFRESH or self._since_refresh >= CELLS_REFRESH:
+            self._since_refresh = 0
+            self._curves.clear()
+            self._arrays.clear()
 
     def _curve(self, sequences: int) -> list[float]:
         s = bucket_of(sequences)
@@ -134,32 +147,25 @@ class ResidualTable:
 
 
 class LineTracker:
-    """Follows seconds = base + per_row * rows (+ extra when flagged), least squares with forgetting."""
+    """Follows seconds = base + per_row * rows (+ extra when flagged), by small normalised steps."""
 
-    def __init__(self, *, base_s: float, per_row_s: float, prior_rounds: float = 8.0) -> None:
-        self._scale = np.asarray([1.0, 1.0 / 16.0, 1.0])
-        """Brings typical rows near 1, so that the ridge treats all coefficients alike."""
-        start = np.asarray([base_s, per_row_s * 16.0, 0.0])
-        self._start = start
-        self._moments = np.diag(np.full(3, prior_rounds))
-        self._targets = self._moments @ start
-        self._ridge = np.diag(np.full(3, 1e-3 * prior_rounds))
+    def __init__(self, *, base_s: float, per_row_s: float) -> None:
         self.base_s, self.per_row_s, self.flagged_s = base_s, per_row_s, 0.0
         self._observations = 0
 
     def predict(self, rows: float, *, flagged: bool) -> float:
-        """Return expected seconds, at least 0."""
-        return max(0.0, self.base_s + self.per_row_s * rows + (self.flagged_s if flagged else 0.0))
+        """Return expected seconds."""
+        return self.base_s + self.per_row_s * rows + (self.flagged_s if flagged else 0.0)
 
     def observe(self, rows: float, seconds: float, *, flagged: bool) -> None:
         """Take one measurement; a stall counts as three times the expectation at most."""
         self._observations += 1
+        expected = self.predict(rows, flagged=flagged)
         if self._observations > SETTLED_OBSERVATIONS:
-            seconds = min(seconds, 3.0 * self.predict(rows, flagged=flagged) + 1e-4)
-        features = np.asarray([1.0, rows, float(flagged)]) * self._scale
-        fade = 1.0 - 1.0 / OTHER_MEMORY_ROUNDS
-        self._moments = self._moments * fade + np.outer(features, features)
-        self._targets = self._targets * fade + features * seconds
-        solved = np.linalg.solve(self._moments + self._ridge, self._targets + self._ridge @ self._start)
-        base, row, flag = (solved * self._scale).tolist()
-        self.base_s, self.per_row_s, self.flagged_s = max(0.0, base), max(0.0, row), max(0.0, flag)
+            seconds = min(seconds, 3.0 * expected + 1e-4)
+        x = rows * LINE_ROW_SCALE
+        flag = 1.0 if flagged else 0.0
+        step = max(LINE_STEP, 0.5 / self._observations) * (seconds - expected) / (1.0 + x * x + flag)
+        self.base_s = max(0.0, self.base_s + step)
+        self.per_row_s = max(0.0, self.per_row_s + step * x * LINE_ROW_SCALE)
+        self.flagged_s = max(0.0, self.flagged_s + step * flag)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from controller.acceptance import tried_and_kept
 from controller.config import ControllerConfig
-from controller.types import RoundFacts
+from controller.types import RoundFacts, SequenceOutcome
 
 ActionKind = Literal["rebuild", "off"]
 
@@ -83,8 +83,8 @@ class Watchdog:
         state.version = version
         state.tried = state.kept = state.failing_rounds = 0
 
-    def observe(self, facts: RoundFacts) -> None:
-        """Judge one round."""
+    def observe(self, facts: RoundFacts, drafted: Iterable[SequenceOutcome]) -> None:
+        """Judge one round. ``drafted`` holds at least its outcomes with draft tokens."""
         for draft in facts.drafts:
             state = self._states.get(draft.drafter)
             if state is None:
@@ -92,7 +92,7 @@ class Watchdog:
             state.failing_rounds = state.failing_rounds + 1 if draft.failures else 0
             if state.failing_rounds >= self._config.watchdog_failures:
                 self._alarm(draft.drafter, state, f"{state.failing_rounds} rounds in a row failed to draft")
-        for outcome in facts.outcomes:
+        for outcome in drafted:
             state = self._states.get(outcome.drafter)
             if state is not None and outcome.gamma > 0:
                 tried, kept = tried_and_kept(outcome)

@@ -1,0 +1,348 @@
+"""A machine that does not exist: true costs and acceptance known, noise and stalls included.
+
+Tests run controllers on it and count regret in expectation, so that only decisions are judged, not luck.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from controller.calibration import Calibration, Sample, fit, sweep_plan
+from controller.types import (
+    AR,
+    AR_ASSIGNMENT,
+    POLICY,
+    Assignment,
+    DraftCost,
+    DrafterTraits,
+    EngineTraits,
+    PartShape,
+    RoundFacts,
+    RoundLoad,
+    RoundPlan,
+    SequenceLoad,
+    SequenceOutcome,
+)
+
+SMALL_POLICY = PartShape(
+    name=POLICY,
+    weight_bytes=270_000_000,
+    flops_per_row=2.7e8,
+    kv_bytes_per_token=23_040,
+    flops_per_context_token=69_120.0,
+)
+"""Roughly a 135M-parameter dense decoder in 16 bits."""
+
+SMALL_W4 = PartShape(
+    name="w4",
+    weight_bytes=90_000_000,
+    flops_per_row=2.7e8,
+    kv_bytes_per_token=23_040,
+    flops_per_context_token=69_120.0,
+)
+
+HISTORY = PartShape(
+    name="history",
+    weight_bytes=0,
+    flops_per_row=0.0,
+    kv_bytes_per_token=0,
+    flops_per_context_token=0.0,
+    rows_per_draft_token=0,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrueCost:
+    """What a part really costs, in the cost model's own terms."""
+
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    context_factor: float
+    overhead_s: float
+    overhead_s_per_row: float
+
+
+SMALL_COSTS: Mapping[str, TrueCost] = {
+    POLICY: TrueCost(
+        bandwidth_bytes_per_s=52e9,
+        flops_per_s=0.85e12,
+        context_factor=3.0,
+        overhead_s=2e-4,
+        overhead_s_per_row=1.5e-5,
+    ),
+    "w4": TrueCost(
+        bandwidth_bytes_per_s=48e9,
+        flops_per_s=0.9e12,
+        context_factor=3.0,
+        overhead_s=1.5e-4,
+        overhead_s_per_row=2e-5,
+    ),
+}
+"""Two desktop cores: plain decoding 5.5 ms at one sequence and 15 ms at 32, a draft pass 2.1 ms."""
+
+Hazard = Callable[[str, int, int, int], float]
+"""(drafter, sequence key, position from 1, round) -> chance that the draft token is kept."""
+
+
+def traits_of(
+    shapes: Mapping[str, PartShape],
+    *,
+    max_gamma: int = 8,
+    max_batch: int = 32,
+    gamma_per_sequence: bool = True,
+) -> EngineTraits:
+    """Return traits of an engine with every drafter of ``shapes``."""
+    drafters = tuple(DrafterTraits(name=n, max_gamma=max_gamma) for n in shapes if n != POLICY)
+    return EngineTraits(
+        engine="simulated",
+        verify_modes=("coupled",),
+        gamma_per_sequence=gamma_per_sequence,
+        drafters=drafters,
+        numerics="exact",
+        in_flight=("drain",),
+        max_batch=max_batch,
+        max_context_tokens=4096,
+    )
+
+
+@dataclass(kw_only=True)
+class SimulatedMachine:
+    """One machine with one model. ``round_index`` of loads is its only clock."""
+
+    shapes: Mapping[str, PartShape]
+    costs: Mapping[str, TrueCost] = field(default_factory=lambda: dict(SMALL_COSTS))
+    hazard: Hazard = lambda drafter, key, position, round_index: 0.85
+    slowdown: Callable[[int], float] = lambda round_index: 1.0
+    """Of the memory, by round."""
+    misfit: Callable[[str, int, int], float] = lambda part, rows, sequences: 1.0
+    """What the roofline form misses, by part, rows and sequences."""
+    noise_frac: float = 0.03
+    stall_chance: float = 0.02
+    stall_s: float = 0.008
+    other_s: float = 4e-4
+    other_s_per_row: float = 2e-5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
+
+    def forward_s(
+        self, part: str, *, rows: int, sequences: int, read: float, context: float, round_index: int
+    ) -> float:
+        """Return the true seconds of a forward, without noise."""
+        shape, cost = self.shapes[part], self.costs[part]
+        moved = shape.weight_bytes + cost.context_factor * shape.kv_bytes_per_token * read
+        maths = shape.flops_per_row * rows + cost.context_factor * shape.flops_per_context_token * context
+        main = max(moved / cost.bandwidth_bytes_per_s * self.slowdown(round_index), maths / cost.flops_per_s)
+        whole = main + cost.overhead_s + cost.overhead_s_per_row * rows
+        return whole * self.misfit(part, rows, sequences)
+
+    def calibration(self, *, max_batch: int = 32) -> Calibration:
+        """Return the fit of a noisy sweep at round 0."""
+        samples = []
+        for p in sweep_plan(self.shapes, max_batch):
+            seconds = self.forward_s(
+                p.part,
+                rows=p.rows,
+                sequences=p.sequences,
+                read=p.context_tokens * p.sequences,
+                context=p.context_tokens * p.rows,
+                round_index=0,
+            )
+            samples.append(
+                Sample(
+                    part=p.part,
+                    rows=p.rows,
+                    sequences=p.sequences,
+                    context_tokens=p.context_tokens,
+                    seconds=seconds * self._noise(),
+                )
+            )
+        return fit(samples, self.shapes, key="simulated")
+
+    def _noise(self) -> float:
+        return float(np.exp(self.noise_frac * self._rng.standard_normal()))
+
+    def _draft_passes(self, asked: list[tuple[int, int]]) -> list[list[int]]:
+        """Return per pass the contexts of its rows."""
+        return [[c for g, c in asked if g >= level] for level in range(1, max(g for g, _ in asked) + 1)]
+
+    def true_s(self, load: RoundLoad, plan: RoundPlan) -> float:
+        """Return the seconds of a round, without noise."""
+        r, total = load.round_index, 0.0
+        for drafter, asked in self._asked(load, plan).items():
+            if self.shapes[drafter].rows_per_draft_token:
+                for alive in self._draft_passes(asked):
+                    total += self.forward_s(
+                        drafter,
+                        rows=len(alive),
+                        sequences=len(alive),
+                        read=sum(alive),
+                        context=sum(alive),
+                        round_index=r,
+                    )
+        gammas = [plan.of(s.key).gamma for s in load.sequences]
+        rows = len(gammas) + sum(gammas)
+        total += self._verify_s(load, gammas)
+        return total + self.other_s + self.other_s_per_row * rows
+
+    def _verify_s(self, load: RoundLoad, gammas: list[int]) -> float:
+        return self.forward_s(
+            POLICY,
+            rows=len(gammas) + sum(gammas),
+            sequences=len(gammas),
+            read=sum(s.context_tokens for s in load.sequences),
+            context=sum(s.context_tokens * (g + 1) for s, g in zip(load.sequences, gammas, strict=True)),
+            round_index=load.round_index,
+        )
+
+    def _asked(self, load: RoundLoad, plan: RoundPlan) -> dict[str, list[tuple[int, int]]]:
+        asked: dict[str, list[tuple[int, int]]] = {}
+        for s in load.sequences:
+            a = plan.of(s.key)
+            if a.gamma:
+                asked.setdefault(a.drafter, []).append((a.gamma, s.context_tokens))
+        return asked
+
+    def true_tokens(self, load: RoundLoad, plan: RoundPlan) -> float:
+        """Return the tokens a round commits in expectation."""
+        total = float(len(load.sequences))
+        for s in load.sequences:
+            a, alive = plan.of(s.key), 1.0
+            for position in range(1, a.gamma + 1):
+                alive *= self.hazard(a.drafter, s.key, position, load.round_index)
+                total += alive
+        return total
+
+    def best_plan(self, load: RoundLoad) -> RoundPlan:
+        """Return the best plan among plain decoding and one drafter at one gamma for all."""
+        best, best_rate = RoundPlan(assignments={}, reason="oracle"), 0.0
+        plans = [best]
+        for name in self.shapes:
+            if name == POLICY:
+                continue
+            for gamma in range(1, 9):
+                assignments: dict[int, Assignment] = {}
+                for s in load.sequences:
+                    ready = s.history_match_tokens.get(name, gamma)
+                    g = min(gamma, ready, s.remaining_tokens - 1)
+                    if g > 0:
+                        assignments[s.key] = Assignment(drafter=name, gamma=g)
+                plans.append(RoundPlan(assignments=assignments, reason="oracle"))
+        for plan in plans:
+            rate = self.true_tokens(load, plan) / self.true_s(load, plan)
+            if rate > best_rate:
+                best, best_rate = plan, rate
+        return best
+
+    def run(self, load: RoundLoad, plan: RoundPlan) -> RoundFacts:
+        """Run a round with noise and stalls and return its facts."""
+        drafts = []
+        for drafter, asked in self._asked(load, plan).items():
+            drafts.append(self._draft(load, drafter, asked))
+        outcomes = tuple(self._outcome(load, s, plan.of(s.key)) for s in load.sequences)
+        gammas = [o.gamma for o in outcomes]
+        verify_s = self._verify_s(load, gammas) * self._noise()
+        if self._rng.random() < self.stall_chance:
+            verify_s += self.stall_s
+        rows = len(gammas) + sum(gammas)
+        other_s = (self.other_s + self.other_s_per_row * rows) * self._noise()
+        draft_s = sum(d.seconds for d in drafts)
+        return RoundFacts(
+            round_index=load.round_index,
+            policy_version=load.policy_version,
+            batch=len(gammas),
+            prefill_rows=0,
+            verify_rows=rows,
+            context_tokens=sum(o.context_tokens * (o.gamma + 1) for o in outcomes),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            commit_s=other_s / 2,
+            total_s=draft_s + verify_s + other_s,
+            drafts=tuple(drafts),
+            outcomes=outcomes,
+        )
+
+    def _draft(self, load: RoundLoad, drafter: str, asked: list[tuple[int, int]]) -> DraftCost:
+        passes, seconds = [], 2e-5 * len(asked)
+        if self.shapes[drafter].rows_per_draft_token:
+            passes = self._draft_passes(asked)
+            seconds = 0.0
+            for alive in passes:
+                seconds += self._noise() * self.forward_s(
+                    drafter,
+                    rows=len(alive),
+                    sequences=len(alive),
+                    read=sum(alive),
+                    context=sum(alive),
+                    round_index=load.round_index,
+                )
+        return DraftCost(
+            drafter=drafter,
+            passes=len(passes),
+            rows=sum(len(p) for p in passes),
+            context_tokens=sum(sum(p) for p in passes),
+            seconds=seconds,
+        )
+
+    def _outcome(self, load: RoundLoad, s: SequenceLoad, a: Assignment) -> SequenceOutcome:
+        accepted = 0
+        while accepted < a.gamma and self._rng.random() < self.hazard(
+            a.drafter, s.key, accepted + 1, load.round_index
+        ):
+            accepted += 1
+        committed = min(accepted + 1, s.remaining_tokens)
+        return SequenceOutcome(
+            key=s.key,
+            drafter=a.drafter if a.gamma else AR,
+            gamma=a.gamma,
+            accepted=min(accepted, committed),
+            committed=committed,
+            context_tokens=s.context_tokens,
+            censored=committed == s.remaining_tokens,
+            finished=committed == s.remaining_tokens,
+        )
+
+
+def load_of(
+    batch: int,
+    *,
+    round_index: int = 0,
+    context_tokens: int = 300,
+    generated_tokens: int = 100,
+    remaining_tokens: int = 500,
+    policy_version: int = 0,
+    ready: Mapping[str, int] | None = None,
+    first_key: int = 0,
+    waiting: int = 0,
+) -> RoundLoad:
+    """Return a round of ``batch`` equal sequences."""
+    sequences = tuple(
+        SequenceLoad(
+            key=first_key + i,
+            context_tokens=context_tokens,
+            generated_tokens=generated_tokens,
+            remaining_tokens=remaining_tokens,
+            history_match_tokens=ready or {},
+        )
+        for i in range(batch)
+    )
+    return RoundLoad(
+        round_index=round_index, policy_version=policy_version, sequences=sequences, waiting=waiting
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regret:
+    """How a controller did on a machine, in expectation."""
+
+    of_best: float
+    """Tokens per second over the best plan's, each round in the same state of the machine."""
+    of_ar: float
+    """Tokens per second over plain decoding's."""
+    plans: tuple[RoundPlan, ...]
+
+
+PLAIN = RoundPlan(assignments={}, reason="plain")
+assert PLAIN.of(0) is AR_ASSIGNMENT
