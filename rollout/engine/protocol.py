@@ -58,9 +58,13 @@ class RoundOutcome:
 class Engine(Protocol):
     """One replica. Not thread-safe: one loop owns it, and weights change only between rounds."""
 
-    traits: EngineTraits
     policy_version: int
     fingerprint: str
+
+    @property
+    def traits(self) -> EngineTraits:
+        """What it can do, and the limits it does it within."""
+        ...
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises a ``RequestError`` for this item alone."""
