@@ -29,8 +29,9 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxRows = 6;
 #endif
 
-// Panels side by side when rows are few: enough independent chains to hide the latency of a multiply-add.
-constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
+// Panels side by side when rows are few: enough independent chains to hide the latency of a multiply-add, and
+// few enough that weights and chains stay in registers.
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 constexpr int kStep = 8;
 constexpr int kLine = 64;
