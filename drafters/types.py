@@ -118,7 +118,7 @@ class PolicyView(Protocol):
         ...
 
     def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> DraftModel:
-        """Return a forward in which ``linears`` (by name, all of them) replace the policy's own."""
+        """Return a forward in which ``linears``, by name, replace the policy's own; others stay shared."""
         ...
 
 
