@@ -17,16 +17,18 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout.errors import ConfigError
 from rollout.jobs.config import JobConfig
+from rollout.policy.source import load_policy
+from rollout.policy.weights import HEAD
 from rollout.progress import Progress, say
 from rollout.settings import load_config, to_plain
 from rollout.tracking.tracker import Tracker
 from trainers_bridge.config import TaskConfig, TrainerConfig
-from trainers_bridge.contract import RolloutClient, training_params
+from trainers_bridge.contract import IncompleteRolloutError, RolloutClient, training_params
 from trainers_bridge.rollouts import TrainerRollouts
 from trainers_bridge.summary import StepResult, summarize
 from trainers_bridge.tasks.registry import Task, build_task
@@ -62,9 +64,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
     config, task = settings_of(job)
     folder = _run_folder(job)
     with Progress(f"loading the trainer's copy of {job.policy.source}"):
-        source = policy_folder(job)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model, tokenizer = load_trainee(job)
     freeze(model, config.trainable_layers)
     rollouts = make_rollout_func(client, tokenizer, config, tracker, run_seed=job.seed)
     with Progress("training", total=config.steps) as progress:
@@ -81,6 +81,8 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
         started_s = time.perf_counter()
         trainer.train()
         total_s = time.perf_counter() - started_s
+    if watch.stopped_by == "steps" and len(watch.steps) != config.steps:
+        raise IncompleteRolloutError(f"the trainer ended after {len(watch.steps)} of {config.steps} steps")
     if config.save_policy:
         trainer.save_model(str(folder / "policy"))
     summary = summarize(watch.steps, stopped_by=watch.stopped_by, total_s=total_s)
@@ -102,15 +104,27 @@ def settings_of(job: JobConfig) -> tuple[TrainerConfig, Task]:
         log.info("trainer.weights_dtype: auto -> %s", dtype)
     config = replace(config, seed=seed)
     training_params(config)
-    task = build_task(load_config(job.task, TaskConfig, path="task"), seed=seed)
-    return config, task
+    asked = load_config(job.task, TaskConfig, path="task")
+    if asked.prompts < config.prompts_per_step:
+        least = config.prompts_per_step
+        raise ConfigError(f"task.prompts must be >= trainer.prompts_per_step ({least}), got {asked.prompts}")
+    return config, build_task(asked, seed=seed)
 
 
-def policy_folder(job: JobConfig) -> Path:
-    """Return the Hugging Face folder of the job's policy, the same the hosts load."""
-    from rollout.policy.source import resolve
-
-    return Path(resolve(job.policy))
+def load_trainee(job: JobConfig) -> tuple[Any, Any]:
+    """Return the trainer's float32 model and tokenizer, with the very weights the hosts start from."""
+    policy = load_policy(job.policy)
+    if policy.tokenizer is None:
+        raise ConfigError(
+            f"policy.source={job.policy.source!r} has no tokenizer, so no task can be put to it"
+        )
+    model = AutoModelForCausalLM.from_pretrained(policy.folder, dtype=torch.float32)
+    if job.policy.offgrid:
+        absent, unknown = model.load_state_dict(policy.state, strict=False)
+        untied = [n for n in absent if not (n == HEAD and policy.spec.tie_embeddings)]
+        if untied or unknown:
+            raise ConfigError(f"policy.source: weights do not fit the model: {[*untied, *unknown]}")
+    return model, policy.tokenizer
 
 
 def freeze(model: Any, trainable_layers: int) -> None:
@@ -139,7 +153,7 @@ def build_trainer(
     """Return a ``GRPOTrainer`` that draws its samples from ``rollouts`` and reports to ``watch``."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    return GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model,
         reward_funcs=[watch.rewards(reward_function(task))],
         args=trainer_args(config, folder=folder),
@@ -148,6 +162,8 @@ def build_trainer(
         rollout_func=rollouts,
         callbacks=[watch],
     )
+    trainer.remove_callback(PrinterCallback)  # it prints every number; ours go to the tracker
+    return trainer
 
 
 def trainer_args(config: TrainerConfig, *, folder: Path) -> Any:
@@ -283,13 +299,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 
 def step_fields(result: StepResult) -> dict[str, Any]:
     """Return the journal's record of one step."""
-    fields = {name: getattr(result, name) for name in StepResult.__slots__}
-    return {
-        **fields,
-        "rewards": list(result.rewards),
-        "reward": result.reward,
-        "optimize_s": result.optimize_s,
-    }
+    return {**to_plain(result), "reward": result.reward, "optimize_s": result.optimize_s}
 
 
 def told(summary: dict[str, Any]) -> list[str]:

@@ -1,0 +1,286 @@
+import json
+import random
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.types import AR, Assignment, RoundFacts, RoundLoad, RoundPlan, SequenceOutcome
+from rollout.errors import ConfigError
+from rollout.jobs.config import JobConfig, ReportConfig
+from rollout.jobs.report import main, newest_run
+from rollout.report.build import build, build_all, page
+from rollout.report.journal import JournalError, read_journal
+from rollout.report.panels import PANELS, Panel, acceptance_by_position, makespan, predicted_against_measured
+from rollout.report.statistics import quantile, wilson
+from rollout.report.svg import axis_over
+from rollout.service.records import RoundRecord
+from rollout.tracking.jsonl import JsonlTracker
+from rollout.tracking.recorder import RolloutRecorder
+from rollout.types import Completion, Provenance, TokenRecord
+
+TITLES = (
+    "Reward",
+    "Wall-clock split",
+    "Acceptance by position",
+    "Acceptance over trainer steps",
+    "Gamma, drafter and batch over time",
+    "Predicted against measured round time",
+    "Lengths",
+    "Makespan and tail of one rollout step",
+    "Round time by batch",
+)
+
+
+def _round(index: int, *, version: int, batch: int, gamma: int, rng: random.Random) -> RoundRecord:
+    drafter = "w4" if gamma else AR
+    outcomes = tuple(
+        SequenceOutcome(
+            key=k,
+            drafter=drafter,
+            gamma=gamma,
+            accepted=(accepted := rng.randint(0, gamma)),
+            committed=accepted + 1,
+            context_tokens=30,
+            censored=False,
+            finished=False,
+        )
+        for k in range(batch)
+    )
+    facts = RoundFacts(
+        round_index=index,
+        policy_version=version,
+        batch=batch,
+        prefill_rows=0,
+        verify_rows=batch * (gamma + 1),
+        context_tokens=batch * 30,
+        draft_s=0.001 * gamma,
+        verify_s=0.004,
+        commit_s=0.0002,
+        total_s=0.0055 + 0.001 * gamma,
+        outcomes=outcomes,
+    )
+    assignments = {k: Assignment(drafter=drafter, gamma=gamma) for k in range(batch)} if gamma else {}
+    plan = RoundPlan(assignments=assignments, reason="below <break-even>", predicted_s=0.005)
+    load = RoundLoad(round_index=index, policy_version=version, sequences=())
+    return RoundRecord(host="h", at_s=float(index), load=load, plan=plan, facts=facts)
+
+
+def _completion(uid: str, index: int, *, tokens: int, decode_s: float) -> Completion:
+    token = TokenRecord(
+        token_id=5,
+        raw_logprob=-1.0,
+        scaled_logprob=-1.0,
+        target_logprob=-1.0,
+        kept_logmass=0.0,
+        policy_version=1,
+        origin="plain",
+        drafter=AR,
+    )
+    return Completion(
+        prompt_uid=uid,
+        sample_index=index,
+        attempt=0,
+        tokens=(token,) * tokens,
+        text=None,
+        finish_reason="stop",
+        error=None,
+        provenance=Provenance(
+            seed=1,
+            host="h",
+            fingerprint="f",
+            drafter_versions={},
+            rounds=tokens,
+            drafted=0,
+            accepted=0,
+            verified_rows=tokens,
+            queued_s=0.01,
+            prefill_s=0.02,
+            decode_s=decode_s,
+        ),
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run as the recorder writes it: three steps, each a batch that drains from AR into SD."""
+    folder = tmp_path / "outputs" / "run" / "one"
+    tracker = JsonlTracker(folder, run_id="one")
+    recorder = RolloutRecorder(tracker)
+    rng = random.Random(0)
+    for step in range(3):
+        recorder.update(version=step + 1, update_s=0.3, drafter_build_s=0.2)
+        recorder.rounds(
+            _round(i, version=step + 1, batch=8 - i // 3, gamma=0 if i < 12 else 3, rng=rng)
+            for i in range(24)
+        )
+        done = [_completion(f"p{i}", step, tokens=4 + i**2, decode_s=0.1 * (1 + i**2)) for i in range(8)]
+        recorder.completions(done, rollout_step=step)
+        seconds = {"generate_s": 2.0, "weight_sync_s": 0.3, "mismatch_s": 0.2, "optimize_s": 6.0}
+        tracker.record("steps", {"step": step + 1, "reward": 0.1 * step, "step_s": 8.5, **seconds})
+    tracker.finish()
+    (folder / "run.json").write_text(json.dumps({"schema": 1, "command": "run", "run_id": "one"}))
+    return folder
+
+
+def _panels(folder: Path) -> dict[str, Panel]:
+    journal = read_journal(folder)
+    return {p.title: p for p in (make(journal) for make in PANELS)}
+
+
+def test_a_run_gets_every_panel_filled(run_dir: Path) -> None:
+    panels = _panels(run_dir)
+    assert tuple(panels) == TITLES
+    assert [p.title for p in panels.values() if p.empty] == []
+
+
+def test_the_page_is_one_file_that_fetches_nothing(run_dir: Path) -> None:
+    out = build(run_dir, run_dir / "deep" / "report.html")
+    text = out.read_text()
+    for title in TITLES:
+        assert f"<h3>{title}</h3>" in text
+    for fetched in ("<script", "<link", "src=", "href=", "url(", "@import"):
+        assert fetched not in text
+    assert "below &lt;break-even&gt;" in text
+    assert text.isascii()
+
+
+def test_every_drawing_is_well_formed(run_dir: Path) -> None:
+    text = page([read_journal(run_dir)])
+    drawings = [part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
+    assert len(drawings) >= len(TITLES)
+    for drawing in drawings:
+        tree = ET.fromstring("<svg" + drawing)
+        for element in tree.iter():
+            for value in element.attrib.values():
+                assert "nan" not in value
+                assert "inf" not in value
+
+
+@pytest.mark.parametrize("written", ["nothing", "steps", "plain rounds"])
+def test_what_is_missing_is_said_and_does_not_break_the_page(tmp_path: Path, written: str) -> None:
+    tracker = JsonlTracker(tmp_path / "run", run_id="r")
+    if written == "steps":
+        parts = dict.fromkeys(("step_s", "generate_s", "weight_sync_s", "mismatch_s", "optimize_s"), 0.0)
+        tracker.record("steps", {"step": 1, "reward": 0.0, **parts})
+    if written == "plain rounds":
+        record = _round(0, version=1, batch=2, gamma=0, rng=random.Random(0))
+        RolloutRecorder(tracker).rounds([replace(record, plan=replace(record.plan, predicted_s=0.0))])
+    panels = _panels(tmp_path / "run")
+    filled = {
+        "nothing": set(),
+        "steps": {"Reward", "Wall-clock split"},
+        "plain rounds": {"Gamma, drafter and batch over time", "Round time by batch"},
+    }[written]
+    assert {p.title for p in panels.values() if not p.empty} == filled
+    assert all(p.note.startswith("No data: ") for p in panels.values() if p.empty)
+    build(tmp_path / "run", tmp_path / "out.html")
+
+
+def test_acceptance_counts_only_blocks_that_drafted_a_position(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path, run_id="r")
+    record = _round(0, version=1, batch=3, gamma=2, rng=random.Random(0))
+    first, second, third = record.facts.outcomes
+    outcomes = (
+        replace(first, gamma=2, accepted=2),
+        replace(second, gamma=1, accepted=0),
+        replace(third, gamma=2, accepted=1, censored=True),
+    )
+    RolloutRecorder(tracker).rounds([replace(record, facts=replace(record.facts, outcomes=outcomes))])
+    body = acceptance_by_position(read_journal(tmp_path)).body
+    assert "w4, position 1: 2 of 3" in body
+    assert "w4, position 2: 1 of 1" in body
+
+
+def test_the_tail_starts_when_a_quarter_is_left(run_dir: Path) -> None:
+    # Ends of the eight samples: 0.03 + 0.1 * (1 + i^2); the sixth ends at 2.63, the last at 5.03.
+    note = makespan(read_journal(run_dir)).note
+    assert "8 samples in 5.03 s" in note
+    assert "2 samples or fewer left, is 48%" in note
+
+
+def test_prediction_is_summed_up_as_a_ratio(run_dir: Path) -> None:
+    # AR rounds take 5.5 ms and SD rounds 8.5 ms where 5 ms were predicted, half of each.
+    assert "median 1.40" in predicted_against_measured(read_journal(run_dir)).note
+
+
+def test_the_reward_panel_repeats_the_summarys_verdict(run_dir: Path) -> None:
+    quarter = {"mean": 0.1, "standard_error": 0.02, "steps": 1}
+    reward: dict[str, Any] = {
+        "improved": False,
+        "first_quarter": quarter,
+        "last_quarter": quarter,
+        "difference": 0.0,
+        "difference_standard_error": 0.03,
+        "needed_standard_errors": 2.0,
+    }
+    (run_dir / "summary.json").write_text(json.dumps({"reward": reward}))
+    assert "did not rise" in _panels(run_dir)["Reward"].note
+
+
+def test_a_file_that_is_no_journal_is_named(run_dir: Path) -> None:
+    (run_dir / "rounds.jsonl").write_text('{"schema":1,"kind":"rounds","round":7,"facts":{}}\n')
+    with pytest.raises(JournalError, match=r"rounds\.jsonl: round 7"):
+        read_journal(run_dir)
+    (run_dir / "rounds.jsonl").write_text("not json\n")
+    with pytest.raises(JournalError, match=r"rounds\.jsonl"):
+        read_journal(run_dir)
+    with pytest.raises(JournalError, match="no such run folder"):
+        read_journal(run_dir / "absent")
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(JobConfig(report=ReportConfig(runs=(str(run_dir),)))) == 0
+    assert (run_dir / "report.html").exists()
+    assert capsys.readouterr().out.strip() == str(run_dir / "report.html")
+    out = tmp_path / "both.html"
+    assert main(JobConfig(report=ReportConfig(runs=(str(run_dir), str(run_dir)), out=str(out)))) == 0
+    assert out.read_text().count("<h2>one</h2>") == 2
+    with pytest.raises(ConfigError, match=r"report\.runs"):
+        main(JobConfig(report=ReportConfig(runs=(str(tmp_path / "absent"),))))
+
+
+def test_the_newest_run_is_taken_and_reports_are_none(run_dir: Path) -> None:
+    outputs = run_dir.parent.parent
+    other = outputs / "report" / "later"
+    other.mkdir(parents=True)
+    (other / "run.json").write_text(json.dumps({"schema": 1, "command": "report", "run_id": "x"}))
+    assert newest_run(outputs) == run_dir
+    with pytest.raises(ConfigError, match=r"report\.runs"):
+        newest_run(outputs / "absent")
+
+
+def test_several_runs_make_one_page(run_dir: Path, tmp_path: Path) -> None:
+    assert build_all([run_dir, run_dir], tmp_path / "x.html").read_text().count("<h3>Reward</h3>") == 2
+
+
+def test_wilson_agrees_with_its_defining_equation() -> None:
+    z = 1.959964
+    for hits, trials in ((0, 5), (1, 7), (30, 100), (7, 7)):
+        share = wilson(hits, trials)
+        for bound in (share.low, share.high):
+            if 0 < bound < 1:
+                assert (share.value - bound) ** 2 == pytest.approx(z * z * bound * (1 - bound) / trials)
+        assert share.low <= share.value <= share.high
+        assert share.high - share.low > 0.1
+    with pytest.raises(ValueError, match="trials"):
+        wilson(1, 0)
+
+
+def test_quantiles_interpolate() -> None:
+    assert [quantile([4.0, 1.0, 3.0, 2.0], f) for f in (0, 0.5, 1)] == [1.0, 2.5, 4.0]
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [3.0], [-2.0, 5.0], [1e-6, 3e-6], [0, 100000]])
+def test_an_axis_shows_its_values_and_a_few_round_ticks(values: list[float]) -> None:
+    axis = axis_over("x", values)
+    assert axis.low <= min(values) <= max(values) <= axis.high
+    ticks = axis.ticks()
+    assert 3 <= len(ticks) <= 8
+    assert all(axis.low - 1e-12 <= t <= axis.high * 1.0000001 for t in ticks)
