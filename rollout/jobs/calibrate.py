@@ -70,7 +70,11 @@ def main(job: JobConfig) -> int:
 
 
 def load_or_calibrate(
-    engine: Engine, controller_config: ControllerConfig, engine_config: EngineConfig
+    engine: Engine,
+    controller_config: ControllerConfig,
+    engine_config: EngineConfig,
+    *,
+    budget_s: float = SWEEP_BUDGET_S,
 ) -> Calibration:
     """Return the calibration of ``engine`` on this machine, measuring it when there is none yet.
 
@@ -81,7 +85,7 @@ def load_or_calibrate(
         known = _load(key)
         if known is not None:
             return known
-        calibration = calibrate(engine, controller_config, key=key)
+        calibration = calibrate(engine, controller_config, key=key, budget_s=budget_s)
         path = _save(calibration)
     log.info("calibrated this machine for this policy: %s", path)
     return calibration
