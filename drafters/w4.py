@@ -57,14 +57,21 @@ class W4Drafter:
         After a failure there is nothing to draft with: buffers may be half rewritten.
         """
         self.drafter_version, self.model, self._view, self._shared_bytes = -1, None, None, 0
+        try:
+            self.model = self._rebuilt_model(view)
+        except (RuntimeError, ValueError) as error:
+            raise DraftError(f"w4 could not be built: {error}") from error
+        self._view, self.drafter_version = view, view.policy_version
+
+    def _rebuilt_model(self, view: PolicyView) -> DraftModel:
         weights = list(view.linears())
+        kernel = self._kernel_for(view, weights)
         for weight in weights:
             if weight.name == HEAD and self._config.w4_head_bits == 16:
                 self._shared_bytes = 2 * weight.out_features * weight.in_features
-                continue
-            self._rebuild_linear(weight, self._kernel_for(view, weights))
-        self.model = view.with_linears(self.linears)
-        self._view, self.drafter_version = view, view.policy_version
+            else:
+                self._rebuild_linear(weight, kernel)
+        return view.with_linears(self.linears)
 
     def _rebuild_linear(self, weight: LinearWeight, kernel: Kernel) -> None:
         linear = self.linears.get(weight.name)

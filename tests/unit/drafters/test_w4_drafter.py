@@ -241,6 +241,15 @@ def test_a_linear_that_changes_its_shape_is_refused() -> None:
         drafter.rebuild(SmallPolicy(version=1, hidden=64))
 
 
+def test_an_engine_that_will_not_take_the_linears_is_a_draft_error() -> None:
+    class Refusing(SmallPolicy):
+        def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> SmallModel:
+            raise ValueError("there is no linear 'head' to replace")
+
+    with pytest.raises(DraftError, match="could not be built: there is no linear 'head'"):
+        built(Refusing(version=0), w4_kernel="torch")
+
+
 def raising(_rows: int) -> DraftStep:
     raise RuntimeError("kernel fell over")
 
