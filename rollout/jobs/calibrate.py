@@ -43,6 +43,9 @@ PASSES = 5
 """Passes over the sweep after the one that warms up. Passes, not repetitions of a point: a stall then
 spoils one pass of every point instead of every repetition of one."""
 
+MIN_SAMPLES = 4
+"""Of each part, whatever the time: fewer cannot fix its parameters."""
+
 ROUNDS_PER_BATCH = 5
 """Rounds run to price a batch: the first warms up, and the median of four survives one stall."""
 
@@ -180,10 +183,17 @@ def _sweep(
             if number > 0:
                 times[point].append(seconds)
             progress.advance(note=f"{point.part}, {point.rows} rows")
-        if number > 0 and clock() > until_s:
+        if clock() > until_s and _enough(times):
             log.info("calibration stops after %d of %d passes", number, PASSES)
             break
     return times
+
+
+def _enough(times: Mapping[SweepPoint, Sequence[float]]) -> bool:
+    kept: dict[str, int] = {}
+    for point, seconds in times.items():
+        kept[point.part] = kept.get(point.part, 0) + len(_faster_half(seconds))
+    return all(count >= MIN_SAMPLES for count in kept.values())
 
 
 def _faster_half(seconds: Sequence[float]) -> list[float]:
