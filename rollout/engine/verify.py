@@ -3,6 +3,8 @@
 ``coupled`` compares drafts with the target's own choices. ``block`` and ``token`` keep drafts at random, so
 that what they emit follows the target distribution exactly, whatever distribution the drafts were really
 drawn from; they ask a ``Decisions`` for every random outcome, which is how tests integrate over all of them.
+Drafts without distributions are verified as certain, which is exact for drafts of any origin: it only keeps
+fewer of drafts that were sampled.
 
 In block and token mode all randomness of a round must be fresh, the drafts' own included: a rejected draft
 and the uniforms that rejected it were looked at, so they must not return when its position is drawn again.
@@ -109,8 +111,8 @@ def verify_token(
 ) -> SampledVerdict:
     """Token rejection: keep draft i with min(1, target / draft), stop at the first one not kept.
 
-    Leviathan et al. 2023, Algorithm 1 (their p is the target, q the drafter). ``draft_probs_GV`` None means
-    that every draft was certain given its prefix. Raises ``DraftDistributionError`` or ``NumericError``.
+    Leviathan et al. 2023, Algorithm 1 (their p is the target, q the drafter). ``draft_probs_GV`` None treats
+    every draft as certain given its prefix. Raises ``DraftDistributionError`` or ``NumericError``.
     """
     target, draft_GV = _checked(drafts, target_probs, draft_probs_GV)
     for slot, (token, ratio) in enumerate(zip(drafts, _ratios(drafts, target, draft_GV), strict=True)):
@@ -126,7 +128,7 @@ def verify_block(
     """Block verification: keep the longest prefix any of whose independent tests passes.
 
     Sun et al. 2024 (arXiv 2403.10444), Algorithm 2. Keeps at least as many drafts as token rejection in
-    expectation. ``draft_probs_GV`` None means that every draft was certain given its prefix. Raises
+    expectation. ``draft_probs_GV`` None treats every draft as certain given its prefix. Raises
     ``DraftDistributionError`` or ``NumericError``.
     """
     target, draft_GV = _checked(drafts, target_probs, draft_probs_GV)
@@ -230,7 +232,7 @@ def _keep_probs(
         else:
             rest_I = (weight_I1.unsqueeze(1) * target[1:count] - draft_GV[1:]).clamp_(min=0).sum(-1)
         for rest, weight in zip(rest_I.tolist(), prefix_weights[1:count], strict=True):
-            whole = rest + 1.0 - weight
+            whole = rest + (1.0 - weight)
             probs.append(rest / whole if whole > 0 else 1.0)
     if count:
         probs.append(prefix_weights[count])
