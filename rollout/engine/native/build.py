@@ -86,7 +86,7 @@ def _decoder(
         )
     if fits and unavailable is None:
         compiled = CompiledDecoder(spec, cos_PH=cos_PH, sin_PH=sin_PH, threads=threads)
-        return compiled, compiled.description
+        return compiled, compiled.description()
     if config.decoder == "auto":
         log.warning("engine.decoder: auto -> torch (%s)", unavailable or f"{config.device}, {config.dtype}")
     torch.set_num_threads(threads)
