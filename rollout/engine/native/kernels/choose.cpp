@@ -6,132 +6,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <limits>
 #include <vector>
 
+#include "choose_filters.h"
+#include "choose_scan.h"
 #include "noise.h"
-#include "simd.h"
-#include "vecmath.h"
 
 namespace choose {
 namespace {
-
-using simd::F16;
-using simd::kLanes;
-
-// Columns summed in float before doubles take over; part of the numerics.
-constexpr int kChunk = 1024;
-// Columns that share one look at their lowest hash.
-constexpr int kBlock = 64;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
-constexpr double kNever = -std::numeric_limits<double>::infinity();
-
-struct ChunkSum {
-  float highest;
-  float one;     // sum of e^(x - highest)
-  float scaled;  // sum of e^((x - highest) / T)
-  bool finite;
-};
-
-struct Scan {
-  float highest = kLowest;
-  bool finite = true;
-  double one = 0;  // as above, relative to the row's highest
-  double scaled = 0;
-};
 
 struct Best {
   double score;
   int32_t token;
 };
-
-struct Weighted {
-  float value;
-  int32_t token;
-  float weight;  // e^((value - highest) / T)
-};
-
-// The filters' order: most probable first, ties by lowest id. Every filter keeps a prefix of it.
-bool ahead(const Weighted& a, const Weighted& b) {
-  return a.value > b.value || (a.value == b.value && a.token < b.token);
-}
-
-// One thread's memory, reused over its rows.
-struct Scratch {
-  std::vector<ChunkSum> chunks;
-  std::vector<float> edited;
-  std::vector<float> block_highest;
-  std::vector<float> ranked_blocks;
-  std::vector<Weighted> kept;    // by ascending id
-  std::vector<Weighted> ranked;  // the same in whatever order a selection leaves them
-};
-
-int chunks_of(int vocab) { return (vocab + kChunk - 1) / kChunk; }
-
-// `count` is a multiple of the lanes; padding is -infinity and then `finite` means nothing.
-template <bool one, bool scaled>
-ChunkSum sum_padded(const float* x, int count, float inverse_t) {
-  F16 highest = simd::splat(kLowest), off = simd::zero();
-  for (int i = 0; i < count; i += kLanes) {
-    F16 v = simd::load(x + i);
-    highest = simd::max(highest, v);
-    off = simd::fma(v, simd::zero(), off);  // 0 unless v is infinite or NaN
-  }
-  ChunkSum out{simd::max_lane(highest), 0, 0, simd::sum(off) == 0.0f};
-  if (out.highest == kLowest || !(one || scaled)) return out;
-  F16 top = simd::splat(out.highest), factor = simd::splat(inverse_t);
-  F16 sum_one = simd::zero(), sum_scaled = simd::zero();
-  for (int i = 0; i < count; i += kLanes) {
-    F16 below = simd::sub(simd::load(x + i), top);
-    if (one) sum_one = simd::add(sum_one, vecmath::exp(below));
-    if (scaled) sum_scaled = simd::add(sum_scaled, vecmath::exp(simd::mul(below, factor)));
-  }
-  out.one = simd::sum(sum_one);
-  out.scaled = simd::sum(sum_scaled);
-  return out;
-}
-
-ChunkSum sum_lanes(const float* x, int count, float inverse_t, bool one, bool scaled) {
-  if (scaled) return sum_padded<true, true>(x, count, inverse_t);
-  return one ? sum_padded<true, false>(x, count, inverse_t) : sum_padded<false, false>(x, count, inverse_t);
-}
-
-ChunkSum sum_chunk(const float* x, int count, float inverse_t, bool one, bool scaled) {
-  if (count % kLanes == 0) return sum_lanes(x, count, inverse_t, one, scaled);
-  float padded[kChunk];
-  std::copy(x, x + count, padded);
-  std::fill(padded + count, padded + kChunk, kLowest);
-  ChunkSum out = sum_lanes(padded, kChunk, inverse_t, one, scaled);
-  out.finite = std::all_of(x, x + count, [](float v) { return std::isfinite(v); });
-  return out;
-}
-
-// 1 / T within what float arithmetic on logits can bear: banned tokens multiply infinity by it.
-float inverse_of(double t) { return static_cast<float>(std::min(std::max(1.0 / t, 1e-30), 1e30)); }
-
-Scan scan(const float* x, int vocab, double t, bool sums, Scratch& s, int threads) {
-  const int n = chunks_of(vocab);
-  const bool scaled = sums && t != 1.0;
-  const float inverse_t = inverse_of(t);
-  s.chunks.resize(n);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int c = 0; c < n; ++c)
-    s.chunks[c] = sum_chunk(x + c * kChunk, std::min(kChunk, vocab - c * kChunk), inverse_t, sums, scaled);
-  Scan out;
-  for (const ChunkSum& c : s.chunks) {
-    out.highest = std::max(out.highest, c.highest);
-    out.finite = out.finite && c.finite;
-  }
-  if (!sums || !std::isfinite(out.highest)) return out;
-  for (const ChunkSum& c : s.chunks) {
-    double below = static_cast<double>(c.highest) - out.highest;
-    out.one += c.one * noise::exp64(below);
-    if (scaled) out.scaled += c.scaled * noise::exp64(below / t);
-  }
-  if (!scaled) out.scaled = out.one;
-  return out;
-}
 
 // Copies the row and applies penalties, bias and bans.
 const float* edit(const Call& call, int row, const float* x, Scratch& s) {
@@ -142,22 +29,6 @@ const float* edit(const Call& call, int row, const float* x, Scratch& s) {
     s.edited[call.edit_ids[e]] = static_cast<float>(scaled + call.edit_addends[e]);
   }
   return s.edited.data();
-}
-
-int32_t first_at(const float* x, int vocab, float highest, const Scratch& s) {
-  for (int c = 0; c < chunks_of(vocab); ++c) {
-    if (s.chunks[c].highest != highest) continue;
-    const float* end = x + std::min(vocab, (c + 1) * kChunk);
-    return static_cast<int32_t>(std::find(x + c * kChunk, end, highest) - x);
-  }
-  return 0;
-}
-
-float highest_of(const float* x, int count) {
-  if (count < kBlock) return *std::max_element(x, x + count);
-  F16 highest = simd::load(x);
-  for (int i = kLanes; i < kBlock; i += kLanes) highest = simd::max(highest, simd::load(x + i));
-  return simd::max_lane(highest);
 }
 
 // ---- the noisy argmax ----------------------------------------------------------------------------
@@ -247,121 +118,6 @@ int32_t race_kept(const Race& race, const Scratch& s) {
     if (best.score > before) limit = noise::hash_limit(best.score);
   }
   return best.token;
-}
-
-// ---- filters -------------------------------------------------------------------------------------
-
-// A value no token cut by `below` nats under the highest can have; errs on the low side.
-float floor_value(float highest, double nats_below, double t) {
-  const double value = highest - (nats_below + 1e-3) * t;
-  return std::nextafter(static_cast<float>(value), kLowest);
-}
-
-// The highest value that k tokens surely reach: as many blocks hold a token at least that high.
-float top_k_floor(int top_k, Scratch& s) {
-  if (top_k > static_cast<int>(s.block_highest.size())) return kLowest;
-  s.ranked_blocks = s.block_highest;
-  auto kth = s.ranked_blocks.begin() + (top_k - 1);
-  std::nth_element(s.ranked_blocks.begin(), kth, s.ranked_blocks.end(), std::greater<float>());
-  return *kth;
-}
-
-// A cheap lower bound of everything the filters look at, so that few tokens need a closer look.
-float filter_floor(int vocab, int top_k, double top_p, double deepest, const Scan& own, double t, Scratch& s) {
-  if (top_k > 0 && top_p < 1.0) return top_k_floor(top_k, s);  // top-p needs the mass of all k
-  float floor = floor_value(own.highest, deepest, t);
-  if (top_k > 0) floor = std::max(floor, top_k_floor(top_k, s));
-  // Tokens that light weigh less than what top-p leaves out, all of them together. The 1e-6 is for the
-  // rounding of the sums.
-  const double light = (1.0 - top_p - 1e-6) * own.scaled / vocab;
-  if (light > 0) floor = std::max(floor, floor_value(own.highest, -noise::log64(light), t));
-  return floor;
-}
-
-// Leaves all tokens at or above the floor in s.kept, with their weights. Banned ones never count.
-void gather(const float* x, int vocab, float floor, float highest, double t, Scratch& s) {
-  s.kept.clear();
-  for (int b = 0; b < vocab; b += kBlock) {
-    if (floor > kLowest && s.block_highest[b / kBlock] < floor) continue;
-    for (int i = b; i < std::min(vocab, b + kBlock); ++i)
-      if (x[i] >= floor && x[i] != kLowest) s.kept.push_back({x[i], i, 0.0f});
-  }
-  const F16 top = simd::splat(highest), factor = simd::splat(inverse_of(t));
-  for (size_t first = 0; first < s.kept.size(); first += kLanes) {
-    const size_t n = std::min<size_t>(kLanes, s.kept.size() - first);
-    float lanes[kLanes] = {};
-    for (size_t i = 0; i < n; ++i) lanes[i] = s.kept[first + i].value;
-    simd::store(lanes, vecmath::exp(simd::mul(simd::sub(simd::load(lanes), top), factor)));
-    for (size_t i = 0; i < n; ++i) s.kept[first + i].weight = lanes[i];
-  }
-}
-
-double mass_of(const Weighted* first, const Weighted* last) {
-  double mass = 0;
-  for (; first != last; ++first) mass += first->weight;
-  return mass;
-}
-
-// Drops from s.kept all that come after `cut` in the filters' order.
-void cut_after(const Weighted& cut, Scratch& s) {
-  auto end = std::remove_if(s.kept.begin(), s.kept.end(), [&](const Weighted& w) { return ahead(cut, w); });
-  s.kept.erase(end, s.kept.end());
-}
-
-void cut_top_k(size_t k, Scratch& s) {
-  if (k >= s.kept.size()) return;
-  s.ranked = s.kept;
-  std::nth_element(s.ranked.begin(), s.ranked.begin() + (k - 1), s.ranked.end(), ahead);
-  cut_after(s.ranked[k - 1], s);
-}
-
-// Keeps the smallest prefix whose mass reaches the goal; all, if only rounding keeps the sum below it.
-void cut_top_p(double goal, Scratch& s) {
-  s.ranked = s.kept;
-  Weighted* low = s.ranked.data();
-  Weighted* high = low + s.ranked.size();
-  double before = 0;  // of the tokens ahead of `low`
-  // The token whose weight reaches the goal is within [low, high); halve that until it is alone.
-  while (high - low > 1) {
-    Weighted* middle = low + (high - low - 1) / 2;
-    std::nth_element(low, middle, high, ahead);
-    const double mass = before + mass_of(low, middle + 1);
-    if (mass >= goal) {
-      high = middle + 1;
-    } else {
-      before = mass;
-      low = middle + 1;
-    }
-  }
-  cut_after(*low, s);
-}
-
-struct Kept {
-  double mass;
-  double total_mass;
-  bool all;
-};
-
-// Leaves the kept tokens in s.kept.
-Kept filter(const Call& call, int row, const float* x, const Scan& own, double t, Scratch& s) {
-  const int top_k = call.top_k[row];
-  const double top_p = call.top_p[row], min_p = call.min_p[row];
-  const double deepest = min_p > 0 ? -noise::log64(min_p) : std::numeric_limits<double>::infinity();
-  s.block_highest.clear();
-  for (int b = 0; b < call.vocab; b += kBlock)
-    s.block_highest.push_back(highest_of(x + b, std::min(kBlock, call.vocab - b)));
-  const int64_t allowed = call.vocab - std::count(x, x + call.vocab, kLowest);
-  gather(x, call.vocab, filter_floor(call.vocab, top_k, top_p, deepest, own, t, s), own.highest, t, s);
-  if (top_k > 0) cut_top_k(top_k, s);
-  const bool cut_by_k = top_k > 0 && top_k < allowed;
-  const double mass_k = cut_by_k ? mass_of(s.kept.data(), s.kept.data() + s.kept.size()) : own.scaled;
-  if (top_p < 1.0) cut_top_p(top_p * mass_k, s);
-  auto end = std::remove_if(s.kept.begin(), s.kept.end(), [&](const Weighted& w) {
-    return (static_cast<double>(own.highest) - w.value) / t > deepest;
-  });
-  s.kept.erase(end, s.kept.end());
-  const double mass = mass_of(s.kept.data(), s.kept.data() + s.kept.size());
-  return {mass, own.scaled, static_cast<int64_t>(s.kept.size()) == allowed};
 }
 
 // ---- one row -------------------------------------------------------------------------------------
