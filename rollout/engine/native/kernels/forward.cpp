@@ -21,7 +21,9 @@ using team::Range;
 // Attention of one head costs about this many keys' worth beside its keys.
 constexpr int kHeadOverheadKeys = 16;
 
-// Rows of activations with their 8-bit form, of whatever width a linear takes.
+// Up to so many rows every member prepares the whole input of a linear for itself: cheaper than a barrier.
+constexpr int kAloneRows = 4;
+
 struct Rows {
   Buffer<float> floats;
   size_t stride = 0;
@@ -45,10 +47,17 @@ struct Codes {
   }
 };
 
+// What a linear reads: a norm's output, and the 8-bit form of whatever comes next. Members share the first one
+// or, when rows are few, have one each.
+struct Prepared {
+  Rows normed;
+  Codes codes;
+};
+
 class Decoder {
  public:
   Decoder(const Model& model, team::Team* team)
-      : model_(model), layers_(model.layer, model.layer + model.layers), team_(team) {
+      : model_(model), layers_(model.layer, model.layer + model.layers), team_(team), prepared_(team->size()) {
     model_.layer = layers_.data();
   }
 
@@ -58,7 +67,7 @@ class Decoder {
     if (status != kOk || call.rows == 0) return status;
     prepare(call);
     auto job = [&](const Member& me) {
-      if (call.tokens) embed(call, me);
+      if (call.tokens) embed(call, me);  // ends with the rows ready for every member
       for (int loop = call.loop_begin; loop < call.loop_end; ++loop)
         for (int layer = 0; layer < model_.layers; ++layer) block(call, me, loop, layer);
       finish(call, me);
@@ -94,8 +103,12 @@ class Decoder {
   void prepare(const Call& call) {
     const int rows = call.rows > call.head_rows ? call.rows : call.head_rows;
     const int attended = model_.query_heads * model_.head_dim;
-    normed_.reserve(rows, model_.hidden);
-    codes_.reserve(rows, widest());
+    const int width = widest();
+    for (int i = 0; i < team_->size(); ++i) {
+      const int prepared = i == 0 || rows < kAloneRows ? rows : kAloneRows;
+      prepared_[i].normed.reserve(prepared, model_.hidden);
+      prepared_[i].codes.reserve(prepared, width);
+    }
     if (call.loop_begin >= call.loop_end) return;
     qkv_.reserve(rows, layers_[0].qkv.panels() * panels::kColumns);
     attended_.reserve(rows, attended);
@@ -157,85 +170,91 @@ class Decoder {
         simd::store(hidden(call, m) + i, simd::load_bf16(from + i));
     }
     copy_tap(call, me, call.embed_tap);
+    me.wait();
   }
 
   void block(const Call& call, const Member& me, int loop, int layer) {
     const Layer& w = layers_[layer];
     const int plane = loop * model_.layers + layer;
-    norm(call, me, w.input_norm, w.qkv);
-    me.wait();
-    project(call, me, w.qkv);
-    me.wait();
-    turn_and_write(call, me, w, plane);
+    Prepared& own = prepared(me, call.rows);
+    norm(call, me, w.input_norm, w.qkv, own);
+    project_and_turn(call, me, w, own, plane);
     me.wait();
     attend_share(call, me, plane);
     me.wait();
-    encode(me, attended_, call.rows, w.o, true);
-    add_to_hidden(call, me, w.o, attended_);
+    encode(me, attended_, call.rows, w.o, own, true);
+    add_to_hidden(call, me, w.o, attended_, own);
     me.wait();
-    norm(call, me, w.post_norm, w.gate_up);
+    norm(call, me, w.post_norm, w.gate_up, own);
+    gate(call, me, w.gate_up, own);
     me.wait();
-    gate(call, me, w.gate_up);
-    me.wait();
-    encode(me, gated_, call.rows, w.down, true);
-    add_to_hidden(call, me, w.down, gated_);
+    encode(me, gated_, call.rows, w.down, own, true);
+    add_to_hidden(call, me, w.down, gated_, own);
     me.wait();
     if (call.layer_taps) copy_tap(call, me, call.layer_taps[plane - call.loop_begin * model_.layers]);
   }
 
-  void norm(const Call& call, const Member& me, const float* weight, const Linear& next) {
-    const Range mine = me.share(call.rows);
+  static bool alone(int rows) { return rows <= kAloneRows; }
+  Prepared& prepared(const Member& me, int rows) { return prepared_[alone(rows) ? me.index : 0]; }
+  static Range rows_to_prepare(const Member& me, int rows) { return alone(rows) ? Range{0, rows} : me.share(rows); }
+
+  // Ends with `own` ready for every member that shares it.
+  void norm(const Call& call, const Member& me, const float* weight, const Linear& next, Prepared& own) {
+    const Range mine = rows_to_prepare(me, call.rows);
     for (int m = mine.begin; m < mine.end; ++m)
-      rms_norm(hidden(call, m), weight, model_.hidden, model_.eps, normed_.row(m));
-    encode(me, normed_, call.rows, next, false);
+      rms_norm(hidden(call, m), weight, model_.hidden, model_.eps, own.normed.row(m));
+    encode(me, own.normed, call.rows, next, own, false);
+    if (!alone(call.rows)) me.wait();
   }
 
-  // Rounds this member's rows to 8 bits if `next` wants that. With `shared`, columns of a row came from all
-  // members, and all members are about to read them all.
-  void encode(const Member& me, const Rows& rows, int count, const Linear& next, bool shared) {
+  // Rounds rows to 8 bits if `next` wants that; with `ready`, for every member that shares `own`.
+  void encode(const Member& me, const Rows& from, int rows, const Linear& next, Prepared& own, bool ready) {
     if (!next.quantized()) return;
-    const Range mine = me.share(count);
+    const Range mine = rows_to_prepare(me, rows);
     const size_t width = int4::padded(next.k), blocks = int4::blocks(next.k);
+    const Codes& codes = own.codes;
     for (int m = mine.begin; m < mine.end; ++m)
-      int4::quantize_row(rows.row(m), next.k, codes_.q.get() + m * width, codes_.scale.get() + m * blocks,
-                         codes_.scaled_sum.get() + m * blocks);
-    if (shared) me.wait();
+      int4::quantize_row(from.row(m), next.k, codes.q.get() + m * width, codes.scale.get() + m * blocks,
+                         codes.scaled_sum.get() + m * blocks);
+    if (ready && !alone(rows)) me.wait();
   }
 
-  Input input(const Rows& rows, const Linear& w) const {
-    return {{rows.row(0), rows.stride}, {codes_.q.get(), codes_.scale.get(), codes_.scaled_sum.get(), w.k}};
+  static Input input(const Rows& rows, const Prepared& own, const Linear& w) {
+    const Codes& codes = own.codes;
+    return {{rows.row(0), rows.stride}, {codes.q.get(), codes.scale.get(), codes.scaled_sum.get(), w.k}};
   }
 
-  void project(const Call& call, const Member& me, const Linear& w) {
-    const Range mine = me.share(w.panels());
-    apply(w, mine.begin, mine.end, input(normed_, w), call.rows, [this](int panel, int row, F16 y) {
-      simd::store(qkv_.row(row) + panel * panels::kColumns, y);
-    });
-  }
-
-  void turn_and_write(const Call& call, const Member& me, const Layer& w, int plane) {
-    const int dim = model_.head_dim, half = dim / 2;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+  // Queries, keys and values, split by whole heads, so that who computed a head also turns it and writes it.
+  void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, int plane) {
+    const int per_head = model_.head_dim / panels::kColumns;
+    const Range heads = me.share(model_.query_heads + 2 * model_.kv_heads);
+    apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
+          [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
+    const float scale = 1.0f / std::sqrt(static_cast<float>(model_.head_dim));
+    const int first_key_head = model_.query_heads, first_value_head = first_key_head + model_.kv_heads;
     const KvPages kv = pages(call);
-    const Range mine = me.share(call.rows);
-    for (int m = mine.begin; m < mine.end; ++m) {
+    for (int m = 0; m < call.rows; ++m) {
       const int position = call.positions[m];
-      const float* cosine = model_.cosine + static_cast<size_t>(position) * half;
-      const float* sine = model_.sine + static_cast<size_t>(position) * half;
-      float* query = qkv_.row(m);
-      float* key = query + model_.query_heads * dim;
-      const float* value = key + model_.kv_heads * dim;
-      for (int h = 0; h < model_.query_heads; ++h, query += dim) {
-        if (w.query_norm) rms_norm(query, w.query_norm, dim, model_.eps, query);
-        rotate(query, cosine, sine, half, scale);
-      }
-      const int page = pages_of(call, m)[position / kPageTokens];
-      for (int h = 0; h < model_.kv_heads; ++h, key += dim, value += dim) {
-        if (w.key_norm) rms_norm(key, w.key_norm, dim, model_.eps, key);
-        rotate(key, cosine, sine, half, 1.0f);
-        kv.write(plane, page, h, position % kPageTokens, key, value);
+      const int page = pages_of(call, m)[position / kPageTokens], token = position % kPageTokens;
+      for (int h = heads.begin; h < heads.end; ++h) {
+        float* x = qkv_.row(m) + h * model_.head_dim;
+        if (h < first_key_head) {
+          turn(x, w.query_norm, position, scale);
+        } else if (h < first_value_head) {
+          turn(x, w.key_norm, position, 1.0f);
+          kv.write_key(plane, page, h - first_key_head, token, x);
+        } else {
+          kv.write_value(plane, page, h - first_value_head, token, x);
+        }
       }
     }
+  }
+
+  void turn(float* x, const float* norm_weight, int position, float scale) const {
+    const int dim = model_.head_dim, half = dim / 2;
+    if (norm_weight) rms_norm(x, norm_weight, dim, model_.eps, x);
+    const size_t at = static_cast<size_t>(position) * half;
+    rotate(x, model_.cosine + at, model_.sine + at, half, scale);
   }
 
   KvPages pages(const Call& call) const { return {call.kv, call.kv_pages, model_.kv_heads, model_.head_dim}; }
@@ -256,18 +275,18 @@ class Decoder {
     }
   }
 
-  void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from) {
+  void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own) {
     const Range mine = me.share(w.panels());
-    apply(w, mine.begin, mine.end, input(from, w), call.rows, [this, &call](int panel, int row, F16 y) {
+    apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [this, &call](int panel, int row, F16 y) {
       float* x = hidden(call, row) + panel * panels::kColumns;
       simd::store(x, simd::add(simd::load(x), y));
     });
   }
 
   // Panels come in pairs, gate then up; the gate waits in the pair's output until its up arrives.
-  void gate(const Call& call, const Member& me, const Linear& w) {
+  void gate(const Call& call, const Member& me, const Linear& w, const Prepared& own) {
     const Range mine = me.share(w.panels() / 2);
-    apply(w, 2 * mine.begin, 2 * mine.end, input(normed_, w), call.rows, [this](int panel, int row, F16 y) {
+    apply(w, 2 * mine.begin, 2 * mine.end, input(own.normed, own, w), call.rows, [this](int panel, int row, F16 y) {
       float* out = gated_.row(row) + panel / 2 * panels::kColumns;
       simd::store(out, panel % 2 == 0 ? y : gated(simd::load(out), y));
     });
@@ -289,14 +308,14 @@ class Decoder {
     }
     if (call.head_rows == 0) return;
     const Linear& w = model_.head;
-    if (call.loop_begin >= call.loop_end) me.wait();  // rows of an embedding alone are not shared yet
-    const Range mine = me.share(call.head_rows);
+    Prepared& own = prepared(me, call.head_rows);
+    const Range mine = rows_to_prepare(me, call.head_rows);
     for (int r = mine.begin; r < mine.end; ++r)
-      rms_norm(hidden(call, call.head_index[r]), model_.final_norm, model_.hidden, model_.eps, normed_.row(r));
-    encode(me, normed_, call.head_rows, w, false);
-    me.wait();
+      rms_norm(hidden(call, call.head_index[r]), model_.final_norm, model_.hidden, model_.eps, own.normed.row(r));
+    encode(me, own.normed, call.head_rows, w, own, false);
+    if (!alone(call.head_rows)) me.wait();
     const Range columns = me.share(w.panels());
-    apply(w, columns.begin, columns.end, input(normed_, w), call.head_rows, [&](int panel, int row, F16 y) {
+    apply(w, columns.begin, columns.end, input(own.normed, own, w), call.head_rows, [&](int panel, int row, F16 y) {
       const int column = panel * panels::kColumns;
       float* out = call.logits + static_cast<size_t>(row) * w.n + column;
       if (column + panels::kColumns <= w.n) return simd::store(out, y);
@@ -309,8 +328,8 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   team::Team* team_;
-  Rows normed_, qkv_, attended_, gated_;
-  Codes codes_;
+  std::vector<Prepared> prepared_;
+  Rows qkv_, attended_, gated_;
   Buffer<float> scores_;
   size_t score_stride_ = 0;
   std::vector<int> cuts_;
@@ -362,7 +381,8 @@ TAILDRAFT_API int taildraft_forward(void* decoder, const forward::Call* call) {
 }
 
 // Packs rows (n, k): its panel p becomes panel first + p * every of `out`.
-TAILDRAFT_API int taildraft_pack(void* team, const uint16_t* rows, int n, int k, uint16_t* out, int first, int every) {
+TAILDRAFT_API int taildraft_pack(void* team, const uint16_t* rows, int n, int k, uint16_t* out, int first,
+                                 int every) {
   team::Team* members = static_cast<team::Team*>(team);
   if (!members->usable()) return forward::kForked;
   auto job = [&](const team::Member& me) {

@@ -24,10 +24,12 @@ struct KvPages {
     return keys(plane, page, head) + kPageTokens * head_dim;
   }
 
-  // Writes one token's key and value; `token` is its place in the page.
-  void write(int plane, int page, int head, int token, const float* key, const float* value) const {
+  // `token` is its place in the page.
+  void write_key(int plane, int page, int head, int token, const float* key) const {
     simd::bf16* k = keys(plane, page, head) + panels::slot(token);
     for (int d = 0; d < head_dim; ++d) k[d * kPageTokens] = simd::float_to_bf16(key[d]);
+  }
+  void write_value(int plane, int page, int head, int token, const float* value) const {
     simd::bf16* v = values(plane, page, head) + token * head_dim;
     for (int d = 0; d < head_dim; d += simd::kLanes)
       for (int lane = 0; lane < simd::kLanes; ++lane)
