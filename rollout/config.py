@@ -99,6 +99,9 @@ class ServiceConfig:
     flush_s: float = 0.02
     """A host gathers tokens for so long before it sends them: one message costs half a millisecond."""
 
+    generate_slots: int = 1024
+    """``generate`` calls in progress at once; further ones wait. Control calls have their own."""
+
     max_in_flight_per_host: int = 0
     """Requests a host may hold, waiting ones included; 0: twice the engine's ``max_batch``."""
 
@@ -107,7 +110,7 @@ class ServiceConfig:
     failing it; also lets hosts of different fingerprints serve together."""
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "max_attempts"):
+        for name in ("hosts", "max_attempts", "generate_slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"service.{name} must be >= 1, got {getattr(self, name)}")
         for name in ("threads_per_host", "max_restarts", "flush_s", "max_in_flight_per_host"):

@@ -14,6 +14,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from controller.decide import Controller
+from controller.log import Record
 from controller.types import (
     AR,
     POLICY,
@@ -29,6 +31,7 @@ from controller.types import (
     SequenceLoad,
     SequenceOutcome,
 )
+from controller.watchdog import WatchdogAction
 from rollout.engine.protocol import Emission, Engine, RoundOutcome, UpdateManifest
 from rollout.errors import (
     AbortedError,
@@ -40,21 +43,36 @@ from rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
-from rollout.service.loop import RoundController
-from rollout.types import Completion, FinishReason, Provenance, Request, TokenRecord
+from rollout.seeds import sample_seed
+from rollout.types import (
+    Completion,
+    FinishReason,
+    Provenance,
+    Request,
+    SamplingParams,
+    TokenRecord,
+)
 
 SHAPES: dict[str, tuple[int, ...]] = {"model.bias": (64,), "model.weight": (64, 64)}
-"""All weights there are, by name: small enough to send by hundreds."""
+"""Weights that shape the text, by name: small enough to send by hundreds."""
+
+BALLAST = "model.ballast"
+"""A float32 tensor that shapes nothing and only weighs."""
 
 EOS_ID = 0
 ECHO = "echo"
 """The one drafter: it costs nothing and is always right."""
 
 
-def scripted_weights(seed: int, *, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def scripted_weights(
+    seed: int, *, dtype: torch.dtype = torch.bfloat16, ballast_floats: int = 0
+) -> dict[str, Tensor]:
     """Return a state dict for ``ScriptedEngine``; other seeds, other text."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    state = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    if ballast_floats:
+        state[BALLAST] = torch.zeros(ballast_floats)
+    return state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +119,7 @@ class ScriptedSpec:
 
     can_sleep: bool = False
     weights_seed: int = 0
+    ballast_floats: int = 0
     faults: Faults = field(default_factory=Faults)
     host: str = "local"
 
@@ -109,7 +128,7 @@ class ScriptedSpec:
         elsewhere = self.faults.only_host not in (None, host)
         return replace(self, host=host, faults=Faults() if elsewhere else self.faults)
 
-    def build(self) -> tuple[Engine, RoundController]:
+    def build(self) -> tuple[Engine, Controller]:
         """Return the engine and a controller that always plans ``gamma``."""
         if self.faults.fail_build:
             raise RuntimeError("the scripted host was told not to start")
@@ -123,9 +142,13 @@ class FixedController:
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
         self.versions: list[int] = []
+        self.built: list[tuple[str, int]] = []
+        self.actions: list[WatchdogAction] = []
+        """What ``take_actions`` will ask for next."""
+
         self.observed = 0
 
-    def decide(self, load: RoundLoad, now_s: float) -> RoundPlan:
+    def decide(self, load: RoundLoad, *, now_s: float) -> RoundPlan:
         """Assign ``gamma`` echo drafts to every sequence."""
         if self.gamma == 0:
             return RoundPlan(assignments={}, reason="scripted: plain")
@@ -140,7 +163,24 @@ class FixedController:
         """Remember the version."""
         self.versions.append(version)
 
-    def gauges(self) -> Mapping[str, float]:
+    def drafter_built(self, drafter: str, version: int) -> None:
+        """Remember the drafter."""
+        self.built.append((drafter, version))
+
+    def take_actions(self) -> tuple[WatchdogAction, ...]:
+        """Return what was put into ``actions``."""
+        actions, self.actions = tuple(self.actions), []
+        return actions
+
+    def decision_record(self) -> Record:
+        """Return nothing worth replaying."""
+        return {"event": "decision"}
+
+    def controller_record(self) -> Record:
+        """Return what it was built from."""
+        return {"event": "controller", "gamma": self.gamma}
+
+    def gauges(self) -> dict[str, float]:
         """Return how many rounds were observed."""
         return {"controller/rounds": float(self.observed)}
 
@@ -175,9 +215,9 @@ class ScriptedEngine:
             max_batch=spec.max_batch,
             max_context_tokens=spec.max_context_tokens,
         )
-        self.policy_version = 0
-        self._weights = scripted_weights(spec.weights_seed)
-        self._take_weights(self._weights)
+        self.policy_version = self._drafter_version = 0
+        self.rebuilds = 0
+        self._take_weights(scripted_weights(spec.weights_seed))
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._manifest: UpdateManifest | None = None
@@ -373,7 +413,7 @@ class ScriptedEngine:
                 seed=sequence.request.seed,
                 host=self._spec.host,
                 fingerprint=self.fingerprint,
-                drafter_versions={ECHO: self.policy_version},
+                drafter_versions=dict(self.drafter_versions()),
                 rounds=sequence.rounds,
                 drafted=sequence.drafted,
                 accepted=origins["accepted"],
@@ -393,7 +433,8 @@ class ScriptedEngine:
         if manifest.version <= self.policy_version:
             raise WeightUpdateError(f"version {manifest.version} is not newer than {self.policy_version}")
         names = {t.name: t.shape for t in manifest.tensors}
-        wrong = sorted(name for name in names.keys() | SHAPES.keys() if names.get(name) != SHAPES.get(name))
+        shapes = self._shapes()
+        wrong = sorted(name for name in names.keys() | shapes.keys() if names.get(name) != shapes.get(name))
         if wrong:
             raise WeightUpdateError(f"tensors missing, extra or of another shape: {', '.join(wrong)}")
         self._manifest, self._mode, self._staged = manifest, in_flight, {}
@@ -409,6 +450,17 @@ class ScriptedEngine:
                 raise WeightUpdateError(f"{name} holds NaN or infinity")
             self._staged[name] = value.clone()
 
+    def check_update(self) -> None:
+        """Check that everything came as announced."""
+        from rollout.policy.weights import checksum
+
+        manifest, staged = self._manifest, self._staged
+        if manifest is None:
+            raise WeightUpdateError("no update is open")
+        if staged.keys() != self._shapes().keys() or checksum(staged) != manifest.checksum:
+            self.discard_update()
+            raise WeightUpdateError("the checksum of what arrived differs from what was announced")
+
     def settle_running(self) -> list[Completion]:
         """End what runs when the mode is ``abort``."""
         if self._mode != "abort":
@@ -417,9 +469,7 @@ class ScriptedEngine:
         return [self._end(s, "aborted", error) for s in list(self._running)]
 
     def commit_update(self) -> int:
-        """Check that everything came as announced, and switch."""
-        from rollout.policy.weights import checksum
-
+        """Switch."""
         manifest, staged = self._manifest, self._staged
         if manifest is None:
             raise WeightUpdateError("no update is open")
@@ -427,9 +477,7 @@ class ScriptedEngine:
         self.discard_update()
         if self._faults.refuse_commit:
             raise WeightUpdateError(f"host {self._spec.host} was told to refuse")
-        if staged.keys() != SHAPES.keys() or checksum(staged) != manifest.checksum:
-            raise WeightUpdateError("the checksum of what arrived differs from what was announced")
-        self.policy_version = manifest.version
+        self.policy_version = self._drafter_version = manifest.version
         self._take_weights(staged)
         return self.policy_version
 
@@ -437,16 +485,27 @@ class ScriptedEngine:
         """Drop an open update."""
         self._manifest, self._staged = None, {}
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        ballast = self._spec.ballast_floats
+        return {**SHAPES, BALLAST: (ballast,)} if ballast else SHAPES
+
     def _take_weights(self, state: Mapping[str, Tensor]) -> None:
-        self._weights = dict(state)
         digest = blake2b(digest_size=8)
-        for name in sorted(state):
+        for name in sorted(SHAPES):
             digest.update(state[name].to(torch.float32).numpy().tobytes())
         self._salt = digest.hexdigest()
         numerics = f"scripted-{self._spec.host}" if self._faults.other_numerics else "scripted"
         self.fingerprint = f"{numerics}/{self._salt}"
 
     # ---- the rest ---------------------------------------------------------------------------------
+
+    def drafter_versions(self) -> Mapping[str, int]:
+        """Return the echo drafter's version."""
+        return {ECHO: self._drafter_version}
+
+    def rebuild_drafter(self, name: str) -> None:
+        """Count the rebuild."""
+        self.rebuilds += 1
 
     def part_shapes(self) -> Mapping[str, PartShape]:
         """Return shapes of nothing much."""
@@ -481,3 +540,19 @@ class SleepingScriptedEngine(ScriptedEngine):
 
     def wake(self) -> None:
         """Nothing to take."""
+
+
+def scripted_requests(prompts: int, *, n: int = 1, tokens: int = 24, tag: str = "p") -> list[Request]:
+    """Return requests that never stop early, so that their length is known; same arguments, same seeds."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return [
+        Request(
+            prompt_uid=f"{tag}{i}",
+            sample_index=j,
+            prompt_ids=(1 + i, 2, 3),
+            params=params,
+            seed=sample_seed(run_seed=0, trainer_step=0, prompt_uid=str(i), sample_index=j),
+        )
+        for i in range(prompts)
+        for j in range(n)
+    ]

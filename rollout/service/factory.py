@@ -1,14 +1,14 @@
 """What a host is made of, as plain data that crosses a process border, and how it is put together there."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+from controller.calibration import Calibration
 from controller.config import ControllerConfig
+from controller.decide import Controller
 from drafters.config import DrafterConfig
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.protocol import Engine
-from rollout.service.loop import RoundController
 
 
 class HostSpec(Protocol):
@@ -18,7 +18,7 @@ class HostSpec(Protocol):
         """Return the recipe of the host named ``host``, which may use ``threads`` threads."""
         ...
 
-    def build(self) -> tuple[Engine, RoundController]:
+    def build(self) -> tuple[Engine, Controller]:
         """Load the policy and return the engine that serves it and the controller that drives it."""
         ...
 
@@ -31,8 +31,9 @@ class EngineSpec:
     engine: EngineConfig = field(default_factory=EngineConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
-    calibration: Mapping[str, Any] | None = None
-    """As JSON data. None: the controller starts from what it is shipped with."""
+    calibration: str | None = None
+    """As JSON text (``Calibration.to_json``). None: the cached one of this machine and policy is used, and
+    measured first where there is none and ``controller.kind`` needs it."""
 
     host: str = "local"
 
@@ -41,6 +42,20 @@ class EngineSpec:
         engine = self.engine if self.engine.threads else replace(self.engine, threads=threads)
         return replace(self, host=host, engine=engine)
 
-    def build(self) -> tuple[Engine, RoundController]:
+    def build(self) -> tuple[Engine, Controller]:
         """Load the policy, build the drafters, and put a controller on top."""
-        raise NotImplementedError
+        from controller.decide import build_controller
+        from rollout.engine.native.build import build_engine
+
+        engine = build_engine(self.policy, self.engine, self.drafter, host=self.host)
+        calibration = self._calibration(engine)
+        return engine, build_controller(self.controller, engine.traits, engine.part_shapes(), calibration)
+
+    def _calibration(self, engine: Engine) -> Calibration | None:
+        if self.calibration is not None:
+            return Calibration.from_json(self.calibration)
+        if self.controller.kind != "auto":
+            return None
+        from rollout.jobs.calibrate import load_or_calibrate
+
+        return load_or_calibrate(engine, self.controller, self.engine)

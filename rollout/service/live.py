@@ -3,7 +3,7 @@
 Invariant: every request ends once, and the tokens emitted for it, in order, are its completion's tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout.engine.protocol import Emission
@@ -12,6 +12,8 @@ from rollout.service.records import HostEvents
 from rollout.types import Completion, Request, TokenRecord
 
 Key = tuple[str, int]
+Targets = Mapping[Key, int]
+"""Requests to end, and the latest attempt meant: a later one is somebody else's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,6 +44,11 @@ class LiveRequests:
     def keys(self) -> list[Key]:
         """Keys of everything alive."""
         return list(self._live)
+
+    def attempt(self, key: Key) -> int | None:
+        """Return which attempt of a sample is alive, if one is."""
+        live = self._live.get(key)
+        return None if live is None else live.request.attempt
 
     def open(self, request: Request, *, now_s: float) -> None:
         """Take a request the engine accepted."""

@@ -8,14 +8,15 @@ Knows no Ray and no asyncio.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from controller.types import InFlight, RoundFacts, RoundLoad, RoundPlan
+from controller.decide import Controller
+from controller.types import InFlight, RoundLoad
 from rollout.engine.protocol import Engine, UpdateManifest
 from rollout.errors import (
     DeadlineError,
@@ -28,7 +29,7 @@ from rollout.errors import (
     WeightUpdateError,
 )
 from rollout.service.inbox import Inbox
-from rollout.service.live import Key, LiveRequests
+from rollout.service.live import LiveRequests, Targets
 from rollout.service.records import HostEvents, LoopState, LoopStatus, RoundRecord
 from rollout.types import Request
 
@@ -43,26 +44,6 @@ GAUGES_EVERY_S = 0.2
 T = TypeVar("T")
 
 
-class RoundController(Protocol):
-    """Decides rounds: see the ``controller`` package."""
-
-    def decide(self, load: RoundLoad, now_s: float) -> RoundPlan:
-        """Return how the next round decodes."""
-        ...
-
-    def observe(self, facts: RoundFacts) -> None:
-        """Hear what the round did and took."""
-        ...
-
-    def policy_changed(self, version: int) -> None:
-        """Hear that other weights are live."""
-        ...
-
-    def gauges(self) -> Mapping[str, float]:
-        """Return loggable numbers."""
-        ...
-
-
 @runtime_checkable
 class Sleeper(Protocol):
     """An engine that can give its KV memory back while nothing runs."""
@@ -73,6 +54,19 @@ class Sleeper(Protocol):
 
     def wake(self) -> None:
         """Take it again, empty."""
+        ...
+
+
+@runtime_checkable
+class DrafterKeeper(Protocol):
+    """An engine whose drafters can be rebuilt on request."""
+
+    def drafter_versions(self) -> Mapping[str, int]:
+        """Return the policy version each working drafter was last built from."""
+        ...
+
+    def rebuild_drafter(self, name: str) -> None:
+        """Build one drafter anew from the live policy. A failure costs time only, and is the engine's."""
         ...
 
 
@@ -103,7 +97,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        controller: RoundController,
+        controller: Controller,
         *,
         host: str,
         deliver: Callable[[HostEvents], None],
@@ -124,6 +118,7 @@ class EngineLoop:
         self._round_started_s: float | None = None
         self._gauges: dict[str, float] = {}
         self._gauges_at_s = float("-inf")
+        self._tell_drafter_versions()
         self._publish()
 
     # ---- from any thread --------------------------------------------------------------------------
@@ -132,10 +127,9 @@ class EngineLoop:
         """Queue requests; a refused one comes back as a failed completion, the others are untouched."""
         return self._post(lambda: self._add(requests))
 
-    def abort(self, keys: Iterable[Key] | None, reason: str) -> Future[int]:
+    def abort(self, targets: Targets | None, reason: str) -> Future[int]:
         """End requests (None: all) with what they have; resolves to how many were still alive."""
-        wanted = None if keys is None else list(keys)
-        return self._post(lambda: self._abort(wanted, reason))
+        return self._post(lambda: self._abort(targets, reason))
 
     def begin_update(self, manifest: UpdateManifest, in_flight: InFlight) -> Future[None]:
         """Open a weight update."""
@@ -144,6 +138,10 @@ class EngineLoop:
     def stage(self, tensors: Sequence[tuple[str, Tensor]]) -> Future[None]:
         """Take one bucket of the open update; rounds go on between buckets."""
         return self._post(lambda: self._stage(tensors))
+
+    def check_update(self) -> Future[None]:
+        """Check all that was staged; a refusal closes the update."""
+        return self._post(self._check_update)
 
     def drained(self) -> Future[None]:
         """Resolves when the open update may be committed: at once, or when ``drain`` has nothing running."""
@@ -248,6 +246,7 @@ class EngineLoop:
         self._round_started_s = now_s
         outcome = self.engine.run_round(plan)
         self.controller.observe(outcome.facts)
+        self._mend_drafters()
         self._rounds += 1
         self._records_dropped += len(self._records) == self._records.maxlen
         self._records.append(
@@ -261,6 +260,21 @@ class EngineLoop:
             raise NoProgressError(
                 f"round {load.round_index} committed nothing for {len(load.sequences)} sequences"
             )
+
+    def _mend_drafters(self) -> None:
+        """Do what the controller's watchdog asks. It plans around a drafter that is off by itself."""
+        for action in self.controller.take_actions():
+            log.warning(
+                "ALARM host %s: drafter %s %s: %s", self.host, action.drafter, action.action, action.reason
+            )
+            if action.action == "rebuild" and isinstance(self.engine, DrafterKeeper):
+                self.engine.rebuild_drafter(action.drafter)
+                self._tell_drafter_versions()
+
+    def _tell_drafter_versions(self) -> None:
+        if isinstance(self.engine, DrafterKeeper):
+            for name, version in self.engine.drafter_versions().items():
+                self.controller.drafter_built(name, version)
 
     def _post(self, action: Callable[[], T]) -> Future[T]:
         def guarded() -> T:
@@ -285,17 +299,29 @@ class EngineLoop:
             try:
                 if self._error is not None:
                     raise EngineCrashError(self._error)
-                if request.key in self._live:
-                    raise DuplicateRequestError(f"request {request.key} is alive on host {self.host}")
+                self._make_way(request)
                 self.engine.add(request)
             except RequestError as error:
                 self._live.refuse(request, error)
             else:
                 self._live.open(request, now_s=self._clock())
 
-    def _abort(self, keys: Sequence[Key] | None, reason: str) -> int:
-        wanted = self._live.keys if keys is None else keys
-        ended = [c for key in wanted if (c := self.engine.abort(key, reason=reason)) is not None]
+    def _make_way(self, request: Request) -> None:
+        """End an older attempt of the same sample, which ``request`` stands in for."""
+        alive = self._live.attempt(request.key)
+        if alive is None:
+            return
+        if alive >= request.attempt:
+            raise DuplicateRequestError(f"request {request.key} is alive in attempt {alive}")
+        self._abort({request.key: alive}, f"attempt {request.attempt} stands in for it")
+
+    def _abort(self, targets: Targets | None, reason: str) -> int:
+        keys = [
+            key
+            for key in self._live.keys
+            if targets is None or (key in targets and (self._live.attempt(key) or 0) <= targets[key])
+        ]
+        ended = [c for key in keys if (c := self.engine.abort(key, reason=reason)) is not None]
         for completion in ended:
             self._live.end(completion)
         return len(ended)
@@ -327,6 +353,14 @@ class EngineLoop:
         self._open_update()
         self.engine.stage(tensors)
 
+    def _check_update(self) -> None:
+        self._open_update()
+        try:
+            self.engine.check_update()
+        except WeightUpdateError:
+            self._discard_update()
+            raise
+
     def _wait_drained(self, waiting: Future[None]) -> None:
         update = self._open_update()
         if update.in_flight == "drain" and self._paused and self.engine.running:
@@ -352,6 +386,7 @@ class EngineLoop:
             self.engine.discard_update()
             raise
         self.controller.policy_changed(version)
+        self._tell_drafter_versions()
         return version
 
     def _discard_update(self) -> None:

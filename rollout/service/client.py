@@ -1,0 +1,221 @@
+"""The trainer's side: a plain, blocking object in front of a service somewhere in the cluster."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from torch import Tensor
+
+from controller.types import InFlight
+from rollout.config import ServiceConfig
+from rollout.engine.protocol import Emission
+from rollout.errors import ConfigError, RolloutError
+from rollout.policy.weights import manifest
+from rollout.seeds import sample_seed
+from rollout.service import cluster
+from rollout.service.actors import NAMESPACE, create_service, plain_error
+from rollout.service.factory import HostSpec
+from rollout.service.live import Key
+from rollout.service.payload import pack
+from rollout.service.records import RoundRecord, ServiceHealth
+from rollout.types import Completion, Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class RolloutClient:
+    """Talks to one ``RolloutService``. Every call blocks until it is done; errors have their own types."""
+
+    def __init__(self, service: Any, *, run_seed: int = 0, owner: bool = False) -> None:
+        self._service, self.run_seed, self._owner = service, run_seed, owner
+
+    @classmethod
+    def start(
+        cls, spec: HostSpec, config: ServiceConfig | None = None, *, run_seed: int = 0
+    ) -> "RolloutClient":
+        """Connect to Ray (see ``cluster.connect``), start a service and its hosts, and wait for them."""
+        config = config if config is not None else ServiceConfig()
+        cluster.connect(config)
+        try:
+            service = create_service(spec, config, run_seed=run_seed)
+        except ValueError as error:
+            raise ConfigError(f"service.name: {config.name!r} is taken in this cluster: {error}") from error
+        client = cls(service, run_seed=run_seed, owner=True)
+        try:
+            client._control("start")
+        except BaseException:
+            ray.kill(service)
+            raise
+        return client
+
+    @classmethod
+    def connect(
+        cls, *, address: str | None = "auto", name: str = ServiceConfig().name, run_seed: int = 0
+    ) -> "RolloutClient":
+        """Find a running service by its name. Raises ``ConfigError`` when there is none."""
+        cluster.connect(ServiceConfig(ray_address=address))
+        try:
+            service = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError as error:
+            raise ConfigError(f"service.name: no service {name!r} in this cluster") from error
+        return cls(service, run_seed=run_seed)
+
+    # ---- generation -------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[Completion]:
+        """Return one completion per request, in order, each ended exactly once. A bad one fails alone."""
+        return cast(list[Completion], self._call("generate", "generate", list(requests)))
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        n: int = 1,
+        trainer_step: int = 0,
+        prompt_uids: Sequence[str] | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Completion]:
+        """Return ``n`` completions of each prompt, prompt by prompt, with seeds that follow from the run's.
+
+        Without ``prompt_uids`` a prompt is named by its ids; equal prompts of one call get further samples
+        of the same name, never the same noise.
+        """
+        return self.generate(
+            self.requests(
+                prompts,
+                params,
+                n=n,
+                trainer_step=trainer_step,
+                prompt_uids=prompt_uids,
+                deadline_s=deadline_s,
+            )
+        )
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        n: int = 1,
+        trainer_step: int = 0,
+        prompt_uids: Sequence[str] | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Request]:
+        """Return what ``sample`` sends."""
+        chosen = params if isinstance(params, SamplingParams) else SamplingParams.from_mapping(params or {})
+        uids = [uid_of(p) for p in prompts] if prompt_uids is None else list(prompt_uids)
+        taken: dict[str, int] = {}
+        requests = []
+        for uid, prompt in zip(uids, prompts, strict=True):
+            ids = tuple(int(token) for token in prompt)
+            first = taken.get(uid, 0)
+            taken[uid] = first + n
+            for index in range(first, first + n):
+                seed = sample_seed(
+                    run_seed=self.run_seed, trainer_step=trainer_step, prompt_uid=uid, sample_index=index
+                )
+                requests.append(
+                    Request(
+                        prompt_uid=uid,
+                        sample_index=index,
+                        prompt_ids=ids,
+                        params=chosen,
+                        seed=seed,
+                        deadline_s=deadline_s,
+                    )
+                )
+        return requests
+
+    def stream(self, requests: Sequence[Request | Mapping[str, Any]]) -> Iterator[Emission | Completion]:
+        """Yield tokens as they are committed, and each request's completion once, after its last token."""
+        method = self._service.generate_stream.options(concurrency_group="generate", num_returns="streaming")
+        for reference in method.remote(list(requests)):
+            yield from _get(reference)
+
+    # ---- weights ----------------------------------------------------------------------------------
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], version: int, *, in_flight: InFlight = "drain"
+    ) -> int:
+        """Switch all hosts to ``state_dict`` as ``version``, whole or not at all; return the live version.
+
+        The weights are put into the object store once, whatever the number of hosts. Raises
+        ``WeightUpdateError``, naming every tensor at fault.
+        """
+        announced = manifest(state_dict, version)
+        reference = ray.put(pack(state_dict))
+        # In a list: the service passes the reference on and must not fetch the weights itself.
+        return cast(int, self._control("update_weights", announced, [reference], in_flight))
+
+    # ---- control ----------------------------------------------------------------------------------
+
+    def abort(self, keys: Sequence[Key] | None = None, reason: str = "aborted by the caller") -> int:
+        """End requests now (None: all), with what they have; return how many were alive. Idempotent."""
+        return cast(int, self._control("abort", keys, reason))
+
+    def pause(self) -> None:
+        """Stop all rounds at their boundaries; requests keep what they have."""
+        self._control("pause")
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        self._control("resume")
+
+    def sleep(self) -> None:
+        """Free the KV memory of idle hosts. Raises ``UnsupportedError``."""
+        self._control("sleep")
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+        self._control("wake")
+
+    def stats(self) -> dict[str, float]:
+        """Return loggable numbers."""
+        return cast(dict[str, float], self._control("stats"))
+
+    def health(self) -> ServiceHealth:
+        """Return who serves."""
+        return cast(ServiceHealth, self._control("health"))
+
+    def take_records(self) -> list[RoundRecord]:
+        """Return the rounds run since the last call, in the order they ran on each host."""
+        return cast(list[RoundRecord], self._control("take_records"))
+
+    def close(self) -> None:
+        """End the service if this client started it; otherwise only let go of it."""
+        if not self._owner:
+            return
+        try:
+            self._control("close")
+        except (RayActorError, RolloutError) as error:
+            log.warning("the service was not there to be closed: %s", error)
+        ray.kill(self._service)
+
+    def __enter__(self) -> "RolloutClient":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _control(self, method: str, *args: object) -> Any:
+        return self._call("control", method, *args)
+
+    def _call(self, group: str, method: str, *args: object) -> Any:
+        return _get(getattr(self._service, method).options(concurrency_group=group).remote(*args))
+
+
+def uid_of(prompt: Sequence[int]) -> str:
+    """Return the name of a prompt that has no other: the same ids, the same name, in every step."""
+    text = ",".join(str(int(token)) for token in prompt)
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _get(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise plain_error(error) from None

@@ -1,0 +1,58 @@
+"""How this process gets a Ray cluster: a small local one of its own, or one that exists."""
+
+import logging
+import os
+from pathlib import Path
+
+import ray
+
+import rollout
+from rollout.config import ServiceConfig
+from rollout.guard import assert_own_packages
+from rollout.service.actors import NAMESPACE
+
+log = logging.getLogger(__name__)
+
+
+def connect(config: ServiceConfig, *, log_to_driver: bool = True) -> None:
+    """Connect this process to Ray; a process that already is stays where it is.
+
+    ``config.ray_address`` None starts a local cluster that ends with this process. An address (or
+    ``auto``) joins that cluster and changes nothing about it.
+    """
+    assert_own_packages()
+    if ray.is_initialized():
+        log.info("Ray is already connected: %s", ray.get_runtime_context().gcs_address)
+        return
+    # Arrays are zero-copy anyway; this makes tensors in other objects so too.
+    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.ray_address is not None:
+        ray.init(address=config.ray_address, namespace=NAMESPACE, log_to_driver=log_to_driver)
+        return
+    ray.init(
+        namespace=NAMESPACE,
+        num_cpus=_local_cpus(config),
+        num_gpus=_whole(config.hosts * config.host_gpus) or None,
+        object_store_memory=config.object_store_bytes,
+        include_dashboard=False,
+        log_to_driver=log_to_driver,
+        runtime_env=_environment(),
+    )
+
+
+def _local_cpus(config: ServiceConfig) -> int:
+    """Return the CPUs a local cluster counts: what the hosts ask for, and never fewer than there are."""
+    return max(os.cpu_count() or 1, _whole(config.hosts * config.host_cpus))
+
+
+def _whole(amount: float) -> int:
+    return int(-(-amount // 1))
+
+
+def _environment() -> dict[str, dict[str, str]]:
+    """Return what makes Ray's processes import the packages this one runs, also from a bare checkout."""
+    home = str(Path(rollout.__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    path = home if not known else f"{home}{os.pathsep}{known}"
+    return {"env_vars": {"PYTHONPATH": path}}

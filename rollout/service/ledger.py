@@ -1,0 +1,203 @@
+"""The book of every sample the service has promised: who holds it, what it has, that it ends once.
+
+Pure bookkeeping: no Ray, no tasks, no clock of its own.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from rollout.engine.protocol import Emission
+from rollout.errors import DuplicateRequestError, HostLostError
+from rollout.service.live import Key, failed_completion
+from rollout.types import Completion, Request, TokenRecord
+
+
+class Sink(Protocol):
+    """Whoever waits for a sample."""
+
+    streamed: bool
+    """Whether it hands tokens on as they come, so that none can be taken back."""
+
+    def tokens(self, emission: Emission) -> None:
+        """Take new tokens; ``first_index`` counts over all attempts."""
+        ...
+
+    def ended(self, completion: Completion) -> None:
+        """Take the ending, with all tokens. Called once."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What must be equal for the same seed to give the same text."""
+
+    policy_version: int
+    fingerprint: str
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sample:
+    """A request from the door to its end."""
+
+    asked: Request
+    """As the caller sent it."""
+
+    sink: Sink
+    admitted_s: float
+    request: Request
+    """As last sent to a host."""
+
+    records: list[TokenRecord] = field(default_factory=list)
+    """What it has, over all attempts."""
+
+    attempt_start: int = 0
+    """How many of ``records`` came from earlier attempts."""
+
+    sent: int = 0
+    host: str | None = None
+    """Who holds it; None while it is queued."""
+
+    identity: Identity | None = None
+    """Of the host that made the last of ``records``."""
+
+    def remaining_tokens(self, context_tokens: int) -> int:
+        """Most tokens it may still commit."""
+        room = context_tokens - len(self.asked.prompt_ids)
+        limit = self.asked.params.max_tokens
+        have = len(self.asked.prefix_ids) + len(self.records)
+        return max(0, (room if limit is None else min(room, limit)) - have)
+
+
+class Ledger:
+    """All samples that have not ended, by (prompt uid, sample index)."""
+
+    def __init__(self) -> None:
+        self._samples: dict[Key, Sample] = {}
+        self._keys_of_host: dict[str, set[Key]] = {}
+        self.late_results = 0
+        """Tokens and endings of attempts nobody waits for any more: dropped."""
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def get(self, key: Key) -> Sample | None:
+        """Return a sample that has not ended."""
+        return self._samples.get(key)
+
+    @property
+    def keys(self) -> list[Key]:
+        """Keys of everything that has not ended."""
+        return list(self._samples)
+
+    def open(self, request: Request, sink: Sink, *, now_s: float) -> Sample:
+        """Take a request. Raises ``DuplicateRequestError`` while its key is in use."""
+        live = self._samples.get(request.key)
+        if live is not None:
+            raise DuplicateRequestError(
+                f"request {request.key} is alive in attempt {live.request.attempt}; a retry needs a later one"
+            )
+        sample = Sample(asked=request, sink=sink, admitted_s=now_s, request=request)
+        self._samples[request.key] = sample
+        return sample
+
+    def send(
+        self, sample: Sample, host: str, identity: Identity, *, now_s: float, allow_other: bool
+    ) -> Request:
+        """Assign a sample to a host and return what to send. Raises ``HostLostError`` (see ``resend``)."""
+        request = sample.request if sample.sent == 0 else resend(sample, identity, allow_other=allow_other)
+        if sample.asked.deadline_s is not None:
+            left_s = sample.asked.deadline_s - (now_s - sample.admitted_s)
+            # A deadline already over is the host's to end: it alone knows how to end a request.
+            request = replace(request, deadline_s=max(1e-3, left_s))
+        sample.request, sample.host, sample.identity = request, host, identity
+        sample.attempt_start = len(sample.records)
+        sample.sent += 1
+        self._keys_of_host.setdefault(host, set()).add(request.key)
+        return request
+
+    def emission(self, host: str, emission: Emission) -> None:
+        """Take tokens from a host and pass the new ones on."""
+        sample = self._current(host, emission.key, emission.attempt)
+        if sample is None:
+            return
+        known = len(sample.records) - sample.attempt_start
+        assert emission.first_index == known, (
+            f"{emission.key}: tokens at {emission.first_index}, have {known}"
+        )
+        first_index = len(sample.records)
+        sample.records.extend(emission.tokens)
+        sample.sink.tokens(replace(emission, first_index=first_index))
+
+    def completion(self, host: str, completion: Completion) -> None:
+        """Take an ending from a host and pass it on with all tokens."""
+        key = (completion.prompt_uid, completion.sample_index)
+        sample = self._current(host, key, completion.attempt)
+        if sample is not None:
+            self.end(sample, completion)
+
+    def end(self, sample: Sample, completion: Completion) -> None:
+        """End a sample, whoever says so. Its tokens are those of all attempts."""
+        del self._samples[sample.asked.key]
+        self._leave(sample)
+        sample.sink.ended(replace(completion, tokens=tuple(sample.records)))
+
+    def fail(self, sample: Sample, error: Exception) -> None:
+        """End a sample as failed."""
+        self.end(sample, failed_completion(sample.request, error))
+
+    def abort(self, sample: Sample, error: Exception) -> None:
+        """End a sample as aborted, without asking its host."""
+        self.end(sample, replace(failed_completion(sample.request, error), finish_reason="aborted"))
+
+    def queued(self) -> list[Sample]:
+        """Return the samples no host holds."""
+        return [sample for sample in self._samples.values() if sample.host is None]
+
+    def held_by(self, host: str) -> list[Sample]:
+        """Return the unfinished samples of one host."""
+        return [self._samples[key] for key in self._keys_of_host.get(host, ())]
+
+    def lost(self, host: str, identity: Identity | None) -> list[Sample]:
+        """Take all unfinished samples from a dead host; ``identity`` is the last it was known by."""
+        samples = self.held_by(host)
+        for sample in samples:
+            self._leave(sample)
+            sample.identity = identity or sample.identity
+        self._keys_of_host.pop(host, None)
+        return samples
+
+    def _current(self, host: str, key: Key, attempt: int) -> Sample | None:
+        sample = self._samples.get(key)
+        if sample is None or sample.host != host or sample.request.attempt != attempt:
+            self.late_results += 1
+            return None
+        return sample
+
+    def _leave(self, sample: Sample) -> None:
+        if sample.host is not None:
+            self._keys_of_host[sample.host].discard(sample.asked.key)
+        sample.host = None
+
+
+def resend(sample: Sample, identity: Identity, *, allow_other: bool) -> Request:
+    """Return the next attempt of a sample whose host died.
+
+    On a host of the same identity it goes on after the tokens it has: the text is the one it would have
+    had. Elsewhere tokens of two makers would meet in one sample, so it starts again when nobody has seen
+    its tokens and only the weights moved, and fails with ``HostLostError`` otherwise, unless mixing is
+    allowed: then each token's version and the completion's fingerprint tell.
+    """
+    last = sample.identity
+    later = replace(sample.request, attempt=sample.request.attempt + 1)
+    if last in (None, identity) or not sample.records or allow_other:
+        done = tuple(record.token_id for record in sample.records)
+        return replace(later, prefix_ids=sample.asked.prefix_ids + done)
+    assert last is not None
+    if last.policy_version != identity.policy_version and not sample.sink.streamed:
+        sample.records.clear()
+        return replace(later, prefix_ids=sample.asked.prefix_ids)
+    raise HostLostError(
+        f"its host died after {len(sample.records)} tokens of version {last.policy_version} "
+        f"({last.fingerprint}); what is left serves version {identity.policy_version} "
+        f"({identity.fingerprint})"
+    )

@@ -1,0 +1,449 @@
+"""The service: requests in, completions out, whatever happens to the hosts in between.
+
+``RolloutService`` is what Ray wraps. Ray runs each of its concurrency groups on an event loop of its own;
+all state lives in ``ServiceCore`` on one more loop, and every method only hops there and back.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from controller.types import InFlight
+from rollout.config import ServiceConfig
+from rollout.engine.protocol import Emission, UpdateManifest
+from rollout.errors import AbortedError, DeadlineError, HostLostError, RequestError, UnsupportedError
+from rollout.guard import assert_own_packages
+from rollout.service.door import check_item, refused_item
+from rollout.service.factory import HostSpec
+from rollout.service.ledger import Identity, Ledger, Sample
+from rollout.service.live import Key
+from rollout.service.pool import HostPool, Slot
+from rollout.service.records import HostEvents, RoundRecord, ServiceHealth
+from rollout.service.routing import HostLoad, choose_host
+from rollout.types import Completion
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+StreamItem = Emission | Completion
+
+
+class BatchSink:
+    """Waits for the endings of one call's items, in their order."""
+
+    streamed = False
+
+    def __init__(self) -> None:
+        self.ending: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, emission: Emission) -> None:
+        """Tokens come with the ending."""
+
+    def ended(self, completion: Completion) -> None:
+        """Take the ending."""
+        if not self.ending.done():
+            self.ending.set_result(completion)
+
+
+class StreamSink:
+    """Hands on what happens to all items of one call, as it happens."""
+
+    streamed = True
+
+    def __init__(self, expected: int) -> None:
+        self._left = expected
+        self._items: list[StreamItem] = []
+        self._news = asyncio.Event()
+
+    def tokens(self, emission: Emission) -> None:
+        """Take new tokens."""
+        self._items.append(emission)
+        self._news.set()
+
+    def ended(self, completion: Completion) -> None:
+        """Take an ending."""
+        self._left -= 1
+        self._items.append(completion)
+        self._news.set()
+
+    async def take(self) -> list[StreamItem]:
+        """Return what is new, waiting for it; empty once all items have ended."""
+        if not self._items and self._left == 0:
+            return []
+        await self._news.wait()
+        self._news.clear()
+        items, self._items = self._items, []
+        return items
+
+
+class ServiceCore:
+    """The state of a service. Everything runs on the event loop that created it."""
+
+    def __init__(
+        self,
+        spec: HostSpec,
+        config: ServiceConfig,
+        *,
+        run_seed: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._run_seed, self._clock = config, run_seed, clock
+        self._ledger = Ledger()
+        self._queue: deque[list[Sample]] = deque()
+        self._pool = HostPool(spec, config, self)
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the hosts."""
+        await self._pool.start()
+
+    # ---- generation -------------------------------------------------------------------------------
+
+    async def generate(self, items: Sequence[object]) -> list[Completion]:
+        """Return one completion per item, in order. Cancelling it aborts what has not ended."""
+        sinks = [BatchSink() for _ in items]
+        opened = self._admit(items, sinks)
+        try:
+            return list(await asyncio.gather(*(sink.ending for sink in sinks)))
+        finally:
+            self._abandon(opened)
+
+    def open_stream(self, items: Sequence[object]) -> tuple[StreamSink, list[Sample]]:
+        """Admit items and return where their tokens will arrive."""
+        sink = StreamSink(len(items))
+        return sink, self._admit(items, [sink] * len(items))
+
+    def _admit(self, items: Sequence[object], sinks: Sequence[Any]) -> list[Sample]:
+        """Check items at the door; the good ones are queued, the bad ones end here, each alone."""
+        opened: list[Sample] = []
+        for index, (item, sink) in enumerate(zip(items, sinks, strict=True)):
+            try:
+                if self._closed:
+                    raise AbortedError("the service is closed")
+                request = check_item(
+                    item, index, context_tokens=self._context_tokens(), run_seed=self._run_seed
+                )
+                self._supersede(request.key, request.attempt)
+                opened.append(self._ledger.open(request, sink, now_s=self._clock()))
+            except RequestError as error:
+                self._counts["refused"] += 1
+                sink.ended(refused_item(item, index, error))
+        self._counts["admitted"] += len(opened)
+        groups: dict[str, list[Sample]] = {}
+        for sample in opened:
+            groups.setdefault(sample.asked.prompt_uid, []).append(sample)
+        self._queue.extend(groups.values())
+        for sample in opened:
+            self._arm_deadline(sample)
+        self._dispatch()
+        return opened
+
+    def _supersede(self, key: Key, attempt: int) -> None:
+        """End an older attempt of the same sample: a retry stands in for it, and its results are late."""
+        old = self._ledger.get(key)
+        if old is not None and attempt > old.request.attempt:
+            self._drop(old, AbortedError(f"attempt {attempt} of {key} stands in for it"))
+
+    def _drop(self, sample: Sample, error: Exception) -> None:
+        """End a sample here and now; its host hears of it later."""
+        host = sample.host
+        self._ledger.abort(sample, error)
+        if host is not None:
+            targets = {sample.asked.key: sample.request.attempt}
+            self._pool.spawn(self._pool.abort({host: targets}, str(error)))
+
+    def _abandon(self, samples: Sequence[Sample]) -> None:
+        """End what is left of a call nobody waits for any more."""
+        for sample in samples:
+            if self._ledger.get(sample.asked.key) is sample:
+                self._drop(sample, AbortedError("nobody waits for it"))
+
+    def abandon(self, samples: Sequence[Sample]) -> None:
+        """End what is left of a stream nobody reads any more."""
+        self._abandon(samples)
+
+    def _arm_deadline(self, sample: Sample) -> None:
+        """Hosts end what they hold; only a sample still queued when its time is over is ended here."""
+        if sample.asked.deadline_s is not None:
+            asyncio.get_running_loop().call_later(sample.asked.deadline_s, self._expire, sample)
+
+    def _expire(self, sample: Sample) -> None:
+        if self._ledger.get(sample.asked.key) is sample and sample.host is None:
+            self._ledger.abort(sample, DeadlineError(f"{sample.asked.deadline_s} s passed"))
+
+    def _context_tokens(self) -> int:
+        return min(s.traits.max_context_tokens for s in self._pool.slots if s.traits is not None)
+
+    # ---- routing ----------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Send queued groups to hosts while any has room; fail them when no host will ever be there."""
+        if self._pool.hopeless:
+            error = HostLostError("every host is dead, and its restarts are used up")
+            for sample in self._ledger.queued():
+                self._ledger.fail(sample, error)
+            self._queue.clear()
+            return
+        slots = {slot.host: slot for slot in self._pool.ready}
+        loads = [self._load_of(slot) for slot in slots.values()]
+        while self._queue:
+            group = [s for s in self._queue[0] if self._ledger.get(s.asked.key) is s and s.host is None]
+            if group:
+                load = self._choose(group, loads, slots)
+                if load is None:
+                    return
+                self._send(slots[load.host], group, load)
+            self._queue.popleft()
+
+    def _choose(
+        self, group: Sequence[Sample], loads: Sequence[HostLoad], slots: dict[str, Slot]
+    ) -> HostLoad | None:
+        # A retry goes first of all where its text will be what it would have been.
+        last = next((s.identity for s in group if s.identity is not None), None)
+        same = [load for load in loads if last in (None, slots[load.host].identity)]
+        prefer = self._host_of_prompt(group[0].asked.prompt_uid)
+        return choose_host(same or loads, group=len(group), prefer=prefer)
+
+    def _host_of_prompt(self, prompt_uid: str) -> str | None:
+        for slot in self._pool.ready:
+            if any(s.asked.prompt_uid == prompt_uid for s in self._ledger.held_by(slot.host)):
+                return slot.host
+        return None
+
+    def _load_of(self, slot: Slot) -> HostLoad:
+        assert slot.traits is not None
+        held = self._ledger.held_by(slot.host)
+        return HostLoad(
+            host=slot.host,
+            remaining_tokens=sum(s.remaining_tokens(slot.traits.max_context_tokens) for s in held),
+            in_flight=len(held),
+            cap=self._config.max_in_flight_per_host or 2 * slot.traits.max_batch,
+        )
+
+    def _send(self, slot: Slot, group: Sequence[Sample], load: HostLoad) -> None:
+        assert slot.identity is not None
+        assert slot.traits is not None
+        requests = []
+        for sample in group:
+            try:
+                request = self._ledger.send(
+                    sample,
+                    slot.host,
+                    slot.identity,
+                    now_s=self._clock(),
+                    allow_other=self._config.allow_other_numerics,
+                )
+            except HostLostError as error:
+                self._ledger.fail(sample, error)
+                continue
+            requests.append(request)
+            load.remaining_tokens += sample.remaining_tokens(slot.traits.max_context_tokens)
+        load.in_flight += len(requests)
+        if requests:
+            self._pool.send(slot, requests)
+
+    # ---- what the pool tells (PoolListener) -------------------------------------------------------
+
+    def host_events(self, host: str, events: HostEvents) -> None:
+        """Pass tokens and endings on; room on the host is used at once."""
+        for emission in events.emissions:
+            self._ledger.emission(host, emission)
+        for completion in events.completions:
+            self._counts[completion.finish_reason] += 1
+            self._ledger.completion(host, completion)
+        if events.completions:
+            self._dispatch()
+
+    def host_lost(self, host: str, identity: Identity | None, reason: str) -> None:
+        """Queue again what the host had, under the same seeds, ahead of everything else."""
+        samples = self._ledger.lost(host, identity)
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            deadline_s = sample.asked.deadline_s
+            if deadline_s is not None and self._clock() - sample.admitted_s >= deadline_s:
+                self._ledger.abort(sample, DeadlineError(f"{deadline_s} s passed"))
+            elif sample.sent >= self._config.max_attempts:
+                error = HostLostError(f"{host}: {reason}; sent {sample.sent} times, service.max_attempts")
+                self._ledger.fail(sample, error)
+            else:
+                self._counts["resent"] += 1
+                groups.setdefault(sample.asked.prompt_uid, []).append(sample)
+        self._queue.extendleft(reversed(list(groups.values())))
+        self._dispatch()
+
+    def hosts_changed(self) -> None:
+        """Use a new host, or give up when none is left."""
+        self._dispatch()
+
+    # ---- control ----------------------------------------------------------------------------------
+
+    async def update_weights(self, manifest: UpdateManifest, weights: list[Any], in_flight: InFlight) -> int:
+        """Switch all hosts, or none. ``weights`` holds one object-store reference."""
+        # Whoever asked may go away; a half-told update must not stay behind.
+        return await asyncio.shield(self._pool.update(manifest, weights, in_flight))
+
+    async def abort(self, keys: Sequence[Key] | None, reason: str) -> int:
+        """End requests (None: all) and return how many were alive. Their callers get what they have."""
+        wanted = self._ledger.keys if keys is None else [(uid, index) for uid, index in keys]
+        queued = 0
+        by_host: dict[str, dict[Key, int]] = {}
+        for key in wanted:
+            sample = self._ledger.get(key)
+            if sample is None:
+                continue
+            if sample.host is None:
+                queued += 1
+                self._ledger.abort(sample, AbortedError(reason))
+            else:
+                by_host.setdefault(sample.host, {})[key] = sample.request.attempt
+        return queued + await self._pool.abort(by_host, reason)
+
+    async def pause(self) -> None:
+        """Return once no host runs a round."""
+        await self._pool.set_paused(True)
+
+    async def resume(self) -> None:
+        """Undo ``pause``."""
+        await self._pool.set_paused(False)
+
+    async def sleep(self) -> None:
+        """Free the hosts' KV memory; refused while requests are alive."""
+        if len(self._ledger):
+            raise UnsupportedError(
+                f"{len(self._ledger)} requests are alive: abort them or let them end first"
+            )
+        await self._pool.set_asleep(True)
+
+    async def wake(self) -> None:
+        """Undo ``sleep``."""
+        await self._pool.set_asleep(False)
+
+    async def stats(self) -> dict[str, float]:
+        """Return loggable numbers: the service's own, and every host's under ``host/NAME/``."""
+        statuses = await self._pool.statuses()
+        numbers = {
+            "service/live": float(len(self._ledger)),
+            "service/queued": float(len(self._ledger.queued())),
+            "service/hosts_ready": float(len(self._pool.ready)),
+            "service/restarts": float(self._pool.restarts_total),
+            "service/late_results": float(self._ledger.late_results),
+            "service/policy_version": float(self._pool.policy_version),
+        }
+        for name in ("admitted", "refused", "resent", "stop", "length", "aborted", "failed"):
+            numbers[f"service/{name}"] = float(self._counts[name])
+        for host, status in statuses.items():
+            numbers[f"host/{host}/rounds"] = float(status.rounds)
+            numbers[f"host/{host}/records_dropped"] = float(status.records_dropped)
+            numbers.update({f"host/{host}/{name}": value for name, value in status.gauges.items()})
+        return numbers
+
+    async def health(self) -> ServiceHealth:
+        """Return who serves, fresh."""
+        await self._pool.statuses()
+        return ServiceHealth(
+            ok=bool(self._pool.ready),
+            policy_version=self._pool.policy_version,
+            paused=self._pool.paused,
+            asleep=self._pool.asleep,
+            queued=len(self._ledger.queued()),
+            hosts=self._pool.health(lambda host: len(self._ledger.held_by(host))),
+        )
+
+    async def take_records(self) -> list[RoundRecord]:
+        """Return the rounds run since the last call, each host's in order."""
+        return await self._pool.take_rounds()
+
+    async def close(self) -> None:
+        """End everything alive as aborted, and the hosts."""
+        self._closed = True
+        for key in self._ledger.keys:
+            sample = self._ledger.get(key)
+            if sample is not None:
+                self._ledger.abort(sample, AbortedError("the service was closed"))
+        await self._pool.close()
+
+
+class RolloutService:
+    """The face of a ``ServiceCore`` to Ray: every method may be called from any event loop."""
+
+    def __init__(self, spec: HostSpec, config: ServiceConfig, *, run_seed: int) -> None:
+        assert_own_packages()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
+        self._core: ServiceCore = asyncio.run_coroutine_threadsafe(
+            _build(spec, config, run_seed), self._loop
+        ).result()
+
+    async def start(self) -> ServiceHealth:
+        """Return once all hosts are ready. Raises what keeps one from starting."""
+        await self._there(self._core.start())
+        return await self._there(self._core.health())
+
+    async def generate(self, items: Sequence[object]) -> list[Completion]:
+        """Return one completion per item (``Request`` or mapping), in order, each ended exactly once."""
+        return await self._there(self._core.generate(items))
+
+    async def generate_stream(self, items: Sequence[object]) -> AsyncIterator[list[StreamItem]]:
+        """Yield tokens and endings of all items as they come, several at a time."""
+        stream, samples = await self._there(_call(self._core.open_stream, items))
+        try:
+            while batch := await self._there(stream.take()):
+                yield batch
+        finally:
+            self._loop.call_soon_threadsafe(self._core.abandon, samples)
+
+    async def update_weights(self, manifest: UpdateManifest, weights: list[Any], in_flight: InFlight) -> int:
+        """Switch all hosts to new weights, or none; returns the live version."""
+        return await self._there(self._core.update_weights(manifest, weights, in_flight))
+
+    async def abort(self, keys: Sequence[Key] | None = None, reason: str = "aborted by the caller") -> int:
+        """End requests now, with what they have; None: all. Idempotent."""
+        return await self._there(self._core.abort(keys, reason))
+
+    async def pause(self) -> None:
+        """Stop all rounds at their boundaries; requests keep what they have."""
+        await self._there(self._core.pause())
+
+    async def resume(self) -> None:
+        """Undo ``pause``."""
+        await self._there(self._core.resume())
+
+    async def sleep(self) -> None:
+        """Free the KV memory of idle hosts. Raises ``UnsupportedError``."""
+        await self._there(self._core.sleep())
+
+    async def wake(self) -> None:
+        """Undo ``sleep``."""
+        await self._there(self._core.wake())
+
+    async def stats(self) -> dict[str, float]:
+        """Return loggable numbers."""
+        return await self._there(self._core.stats())
+
+    async def health(self) -> ServiceHealth:
+        """Return who serves."""
+        return await self._there(self._core.health())
+
+    async def take_records(self) -> list[RoundRecord]:
+        """Return the rounds run since the last call."""
+        return await self._there(self._core.take_records())
+
+    async def close(self) -> None:
+        """End everything. The process may be killed afterwards."""
+        await self._there(self._core.close())
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+async def _build(spec: HostSpec, config: ServiceConfig, run_seed: int) -> ServiceCore:
+    return ServiceCore(spec, config, run_seed=run_seed)
+
+
+async def _call(function: Callable[..., T], *args: object) -> T:
+    return function(*args)

@@ -1,0 +1,217 @@
+"""N in, N out, in order, once: through the real service and real host processes."""
+
+import threading
+import time
+
+import pytest
+
+from rollout.engine.protocol import Emission
+from rollout.errors import UnsupportedError
+from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests
+from rollout.types import Completion, SamplingParams
+
+pytestmark = pytest.mark.ray
+
+
+def ids_of(completions):
+    return [c.token_ids for c in completions]
+
+
+def test_every_request_is_answered_once_and_in_order(two_hosts):
+    requests = scripted_requests(9, n=3, tag="order")
+    completions = two_hosts.generate(requests)
+    assert [(c.prompt_uid, c.sample_index) for c in completions] == [r.key for r in requests]
+    assert {c.finish_reason for c in completions} == {"length"}
+    assert {len(c.tokens) for c in completions} == {24}
+    assert len(set(ids_of(completions))) == 27, "two samples shared their noise"
+
+
+def test_both_hosts_work_and_a_group_stays_together(two_hosts):
+    completions = two_hosts.generate(scripted_requests(8, n=4, tag="group"))
+    hosts_of_prompt = {}
+    for c in completions:
+        hosts_of_prompt.setdefault(c.prompt_uid, set()).add(c.provenance.host)
+    assert all(len(hosts) == 1 for hosts in hosts_of_prompt.values())
+    assert set().union(*hosts_of_prompt.values()) == {"host-0", "host-1"}
+
+
+def test_one_host_gives_the_text_of_two_whatever_is_drafted(two_hosts, start):
+    requests = scripted_requests(6, n=2, tag="same")
+    one = start(ScriptedSpec(gamma=3))
+    assert ids_of(one.generate(requests)) == ids_of(two_hosts.generate(requests))
+
+
+def test_a_stream_says_what_the_batch_says(two_hosts):
+    requests = scripted_requests(4, n=2, tag="stream")
+    batch = two_hosts.generate(requests)
+    tokens = {r.key: [] for r in requests}
+    ended = {}
+    for item in two_hosts.stream(requests):
+        if isinstance(item, Emission):
+            assert item.key not in ended
+            assert item.first_index == len(tokens[item.key])
+            tokens[item.key].extend(item.tokens)
+        else:
+            assert isinstance(item, Completion)
+            key = (item.prompt_uid, item.sample_index)
+            assert key not in ended
+            ended[key] = item
+    for request, expected in zip(requests, batch, strict=True):
+        assert tuple(tokens[request.key]) == expected.tokens == ended[request.key].tokens
+
+
+BAD_ITEMS = {
+    "EmptyPromptError": {"prompt_uid": "bad", "prompt_ids": []},
+    "PromptTooLongError": {"prompt_uid": "bad", "prompt_ids": [1] * 256},
+    "TokenRangeError: ids": {"prompt_uid": "bad", "prompt_ids": [5, 211]},
+    "TokenRangeError: prompt_ids holds": {"prompt_uid": "bad", "prompt_ids": [5, -1]},
+    "TokenRangeError: prompt_ids must hold whole": {"prompt_uid": "bad", "prompt_ids": [5, 1.5]},
+    "SamplingParamsError: temperature": {"prompt_ids": [1], "params": {"temperature": float("nan")}},
+    "SamplingParamsError: top_p": {"prompt_ids": [1], "params": {"top_p": 0.0}},
+    "SamplingParamsError: max_tokens": {"prompt_ids": [1], "params": {"max_tokens": 0}},
+    "SamplingParamsError: unknown": {"prompt_ids": [1], "params": {"temprature": 1.0}},
+    "SamplingParamsError: a sampling parameter has the wrong type": {
+        "prompt_ids": [1],
+        "params": {"temperature": "hot"},
+    },
+    "RequestError: unknown field": {"prompt_ids": [1], "promt_uid": "x"},
+    "RequestError: expected a Request": [1, 2, 3],
+    "RequestError: deadline_s": {"prompt_ids": [1], "deadline_s": -1},
+}
+
+
+def test_a_bad_item_fails_alone_and_says_why(two_hosts):
+    good = scripted_requests(1, n=len(BAD_ITEMS), tag="good")
+    mixed = [item for pair in zip(good, BAD_ITEMS.values(), strict=True) for item in pair]
+    completions = two_hosts.generate(mixed)
+    assert ids_of(completions[::2]) == ids_of(two_hosts.generate(good))
+    for error, completion in zip(BAD_ITEMS, completions[1::2], strict=True):
+        assert completion.finish_reason == "failed"
+        assert completion.error.startswith(error), completion.error
+        assert completion.tokens == ()
+
+
+def test_a_duplicate_is_refused_and_the_first_is_answered(two_hosts):
+    request = scripted_requests(1, tag="twice")[0]
+    first, second = two_hosts.generate([request, request])
+    assert (first.finish_reason, len(first.tokens)) == ("length", 24)
+    assert second.error.startswith("DuplicateRequestError")
+
+
+def test_prompts_without_names_get_seeds_of_their_own_and_the_same_ones_again(two_hosts):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [[4, 5], [6], [4, 5]]
+    first = two_hosts.sample(prompts, params, n=2)
+    assert len(first) == 6
+    assert len({c.provenance.seed for c in first}) == 6
+    assert len(set(ids_of(first))) == 6
+    assert ids_of(two_hosts.sample(prompts, params, n=2)) == ids_of(first)
+    assert ids_of(two_hosts.sample(prompts, params, n=2, trainer_step=1)) != ids_of(first)
+
+
+def test_a_numeric_failure_concerns_its_request_alone(two_hosts, start):
+    requests = scripted_requests(4, tag="nan")
+    sick = start(ScriptedSpec(faults=Faults(nan_uid="nan2")))
+    sound, ill = two_hosts.generate(requests), sick.generate(requests)
+    assert ill[2].error.startswith("NumericError")
+    assert ill[2].token_ids == sound[2].token_ids[:2]
+    for i in (0, 1, 3):
+        assert ill[i].token_ids == sound[i].token_ids
+    assert sick.generate(requests[:1])[0].token_ids == sound[0].token_ids
+
+
+def test_rounds_are_recorded_with_their_decision(two_hosts):
+    two_hosts.take_records()
+    two_hosts.generate(scripted_requests(2, tag="log"))
+    records = two_hosts.take_records()
+    assert sum(r.facts.committed for r in records) == 2 * 24
+    assert all(r.plan.reason == "scripted: plain" for r in records)
+    assert all(r.load.round_index == r.facts.round_index for r in records)
+    assert two_hosts.take_records() == []
+
+
+def test_stats_count_what_happened(two_hosts):
+    before = two_hosts.stats()
+    two_hosts.generate([*scripted_requests(3, tag="count"), {"prompt_ids": []}])
+    after = two_hosts.stats()
+    moved = {name: after[name] - before[name] for name in ("service/admitted", "service/refused")}
+    assert moved == {"service/admitted": 3.0, "service/refused": 1.0}
+    assert after["service/live"] == 0.0
+    assert any(name.startswith("host/host-1/engine/") for name in after)
+
+
+def test_control_answers_within_a_second_while_every_generate_slot_is_taken(start, wait_until):
+    client = start(ScriptedSpec(faults=Faults(round_s=0.02), max_context_tokens=100_000), generate_slots=8)
+    requests = [scripted_requests(1, tokens=50_000, tag=f"sat{i}-")[0] for i in range(58)]
+    calls = [threading.Thread(target=client.generate, args=([r],), daemon=True) for r in requests]
+    for call in calls:
+        call.start()
+    wait_until(lambda: client.stats()["service/live"] >= 8)
+    for ask in (client.health, client.stats, client.take_records, client.pause, client.resume):
+        began_s = time.monotonic()
+        ask()
+        assert time.monotonic() - began_s < 1.0, ask
+    while any(call.is_alive() for call in calls):
+        began_s = time.monotonic()
+        client.abort()
+        assert time.monotonic() - began_s < 1.0
+        time.sleep(0.05)
+
+
+def test_an_abort_ends_requests_with_what_they_have_and_may_be_repeated(start, wait_until):
+    client = start(ScriptedSpec(faults=Faults(round_s=0.01), max_context_tokens=100_000, max_batch=2))
+    requests = scripted_requests(6, tokens=90_000, tag="abort")
+    answer = []
+    call = threading.Thread(target=lambda: answer.extend(client.generate(requests)))
+    call.start()
+    wait_until(lambda: sum(r.facts.committed for r in client.take_records()) > 0)
+    assert client.abort([requests[0].key, ("nobody", 0)]) == 1
+    assert client.abort([requests[0].key]) == 0
+    assert client.abort() == 5
+    assert client.abort() == 0
+    call.join(20)
+    assert [c.finish_reason for c in answer] == ["aborted"] * 6
+    assert answer[0].error == "AbortedError: aborted by the caller"
+    assert len(answer[0].tokens) > 0
+    assert len(answer[5].tokens) == 0
+
+
+def test_a_pause_stops_rounds_and_a_resume_loses_nothing(two_hosts, wait_until):
+    requests = scripted_requests(4, tokens=200, tag="pause")
+    expected = ids_of(two_hosts.generate(requests))
+    two_hosts.pause()
+    answer = []
+    call = threading.Thread(target=lambda: answer.extend(two_hosts.generate(requests)))
+    call.start()
+    wait_until(lambda: two_hosts.stats()["service/live"] == 4)
+    rounds = [h.loop.rounds for h in two_hosts.health().hosts]
+    time.sleep(0.1)
+    health = two_hosts.health()
+    assert health.paused
+    assert [h.loop.rounds for h in health.hosts] == rounds
+    two_hosts.resume()
+    call.join(20)
+    assert ids_of(answer) == expected
+
+
+def test_a_deadline_returns_what_there_is_and_delays_nobody(start):
+    client = start(ScriptedSpec(faults=Faults(round_s=0.02), max_context_tokens=100_000, max_batch=2))
+    slow = {"prompt_uid": "slow", "prompt_ids": [1], "params": {"ignore_eos": True}, "deadline_s": 0.5}
+    queued = [{**slow, "prompt_uid": f"queued{i}"} for i in range(4)]
+    began_s = time.monotonic()
+    completions = client.generate([slow, *scripted_requests(1, tokens=5, tag="quick"), *queued])
+    assert time.monotonic() - began_s < 5.0
+    assert (completions[0].finish_reason, completions[1].finish_reason) == ("aborted", "length")
+    assert completions[0].error.startswith("DeadlineError")
+    assert 0 < len(completions[0].tokens) < 100
+    assert all(c.error.startswith("DeadlineError") for c in completions[2:])
+
+
+def test_sleep_is_refused_by_name_where_the_engine_cannot(two_hosts, start):
+    with pytest.raises(UnsupportedError, match="scripted engine cannot sleep"):
+        two_hosts.sleep()
+    sleeper = start(ScriptedSpec(can_sleep=True))
+    sleeper.sleep()
+    assert sleeper.health().asleep
+    sleeper.wake()
+    assert len(sleeper.generate(scripted_requests(1, tag="awake"))[0].tokens) == 24

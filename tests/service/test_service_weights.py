@@ -1,0 +1,121 @@
+"""A weight update is whole on every host, or nowhere; and the store holds no more than it must."""
+
+import threading
+
+import pytest
+import torch
+
+from rollout.errors import UnsupportedError, WeightUpdateError
+from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
+
+pytestmark = pytest.mark.ray
+
+
+def ids_of(completions):
+    return [c.token_ids for c in completions]
+
+
+def versions_of(completions):
+    return {t.policy_version for c in completions for t in c.tokens}
+
+
+def test_an_update_changes_the_text_on_every_host_and_names_its_version(start):
+    client = start(hosts=2)
+    requests = scripted_requests(6, n=2, tag="update")
+    before = client.generate(requests)
+    assert client.update_weights(scripted_weights(1), 1) == 1
+    after = client.generate(requests)
+    assert (versions_of(before), versions_of(after)) == ({0}, {1})
+    assert ids_of(before) != ids_of(after)
+    assert len({c.provenance.host for c in after}) == 2
+    assert len({c.provenance.fingerprint for c in after}) == 1
+    assert client.update_weights(scripted_weights(1), 1) == 1, "the live version sent again is answered"
+    with pytest.raises(WeightUpdateError, match="not newer"):
+        client.update_weights(scripted_weights(2), 1)
+    assert client.update_weights(scripted_weights(2), 2) == 2
+
+
+@pytest.mark.parametrize("where", ["refuse_stage", "other_shape", "missing", "extra", "nan"])
+def test_an_update_refused_by_one_host_leaves_the_old_version_on_all(where, two_hosts, start):
+    spec = ScriptedSpec()
+    state = scripted_weights(3)
+    client = two_hosts
+    if where == "refuse_stage":
+        client = start(ScriptedSpec(faults=Faults(refuse_stage=True, only_host="host-1")), hosts=2)
+    elif where == "other_shape":
+        state["model.weight"] = state["model.weight"][:, :32]
+    elif where == "missing":
+        del state["model.bias"]
+    elif where == "extra":
+        state["model.surprise"] = torch.zeros(3)
+    else:
+        state["model.bias"][7] = float("nan")
+    requests = scripted_requests(6, tag=where)
+    before = client.generate(requests)
+    with pytest.raises(WeightUpdateError):
+        client.update_weights(state, 9)
+    after = client.generate(requests)
+    assert ids_of(after) == ids_of(before)
+    assert versions_of(after) == {0}
+    assert {h.policy_version for h in client.health().hosts} == {0}
+    assert [h.restarts for h in client.health().hosts] == [0, 0]
+    del spec
+
+
+def test_a_host_that_fails_to_switch_after_all_agreed_is_replaced_by_one_that_has(start, wait_until):
+    client = start(ScriptedSpec(faults=Faults(refuse_commit=True, only_host="host-1")), hosts=2)
+    assert client.update_weights(scripted_weights(4), 4) == 4
+    wait_until(lambda: [h.state for h in client.health().hosts] == ["ready", "ready"])
+    assert {h.policy_version for h in client.health().hosts} == {4}
+    assert [h.restarts for h in client.health().hosts] == [0, 1]
+    assert versions_of(client.generate(scripted_requests(6, tag="switch"))) == {4}
+
+
+def test_float32_weights_travel_too(two_hosts):
+    state = scripted_weights(11, dtype=torch.float32)
+    assert two_hosts.update_weights(state, 11) == 11
+    completions = two_hosts.generate(scripted_requests(4, tag="fp32"))
+    assert versions_of(completions) == {11}
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("drain", {0}), ("keep", {0, 1}), ("abort", {0})])
+def test_what_runs_during_an_update_follows_the_mode(mode, expected, start, wait_until):
+    client = start(ScriptedSpec(faults=Faults(round_s=0.01), max_batch=4))
+    requests = scripted_requests(6, tokens=100, tag="mode")
+    answer = []
+    call = threading.Thread(target=lambda: answer.extend(client.generate(requests)))
+    call.start()
+    wait_until(lambda: sum(r.facts.committed for r in client.take_records()) > 8)
+    assert client.update_weights(scripted_weights(1), 1, in_flight=mode) == 1
+    call.join(30)
+    running, waiting = answer[:4], answer[4:]
+    assert versions_of(running) == expected
+    assert versions_of(waiting) == {1}, "requests that had not begun run on the new version"
+    assert {c.finish_reason for c in running} == {"aborted" if mode == "abort" else "length"}
+
+
+def test_a_mode_the_engine_lacks_is_refused_by_name(two_hosts):
+    with pytest.raises(UnsupportedError, match="recompute"):
+        two_hosts.update_weights(scripted_weights(20), 20, in_flight="recompute")
+
+
+def test_updates_in_a_loop_leave_no_old_weights_in_the_store(start):
+    import gc
+
+    from ray._private.internal_api import memory_summary
+
+    def objects() -> int:
+        line = next(x for x in memory_summary(stats_only=True).splitlines() if "Plasma memory usage" in x)
+        return int(line.split("MiB,")[1].split("objects")[0])
+
+    ballast = 4 << 20  # 16 MiB in float32: ten versions overflow the store
+    client = start(ScriptedSpec(ballast_floats=ballast))
+    gc.collect()
+    before = objects()
+    for version in range(1, 25):
+        state = scripted_weights(version, ballast_floats=ballast)
+        assert client.update_weights(state, version) == version
+    gc.collect()
+    assert objects() - before <= 3
+    assert "Spilled" not in memory_summary(stats_only=True)
+    assert versions_of(client.generate(scripted_requests(1, tag="last"))) == {24}
