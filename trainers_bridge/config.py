@@ -87,6 +87,9 @@ class TrainerConfig:
     seed: int | None = None
     """Of the trainer and the order of prompts; None: the job's."""
 
+    checkpoint_steps: int = 0
+    """Steps between checkpoints, of which the last is kept; without one a run cannot be resumed."""
+
     save_policy: bool = False
     """Write the trained policy beside the run's numbers, as a Hugging Face folder."""
 
@@ -103,6 +106,7 @@ class TrainerConfig:
             mismatch_samples=self.mismatch_samples,
             max_minutes=self.max_minutes,
             threads=self.threads,
+            checkpoint_steps=self.checkpoint_steps,
         )
         if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
             raise ConfigError(

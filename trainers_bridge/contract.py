@@ -67,6 +67,10 @@ class RolloutClient(Protocol):
         """Return the rounds run since the last call, in the order they ran on each host."""
         ...
 
+    def stats(self) -> Mapping[str, float]:
+        """Return loggable numbers; a host's own stand under ``host/NAME/``."""
+        ...
+
 
 def training_params(config: TrainerConfig) -> SamplingParams:
     """Return the sampling parameters of a training run. Raises for what cannot be trained on."""

@@ -74,6 +74,8 @@ class TrainerRollouts:
         config: TrainerConfig,
         tracker: Tracker,
         run_seed: int = 0,
+        first_call: int = 0,
+        first_round: int = 0,
     ) -> None:
         self.params: SamplingParams = training_params(config)
         self.clock = StepClock()
@@ -81,11 +83,12 @@ class TrainerRollouts:
         """Of the last push; None before the first."""
 
         self._client, self._tokenizer, self._config = client, tokenizer, config
-        self._recorder = RolloutRecorder(tracker)
+        self._recorder = RolloutRecorder(tracker, first_round=first_round)
         self._run_seed = run_seed
         self._pushed_step: int | None = None
-        self._calls = 0
+        self._calls = first_call
         self._samples_of: Counter[str] = Counter()
+        """Samples asked for since the step began, by prompt."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Return the samples of ``prompts``, one each and in order, under the trainer's current weights."""
@@ -116,17 +119,19 @@ class TrainerRollouts:
                 raise PolicyPushError(f"pushed version {version}, but the service runs version {live}")
             took_s = time.perf_counter() - started_s
             self.clock.weight_sync_s += took_s
-            self._recorder.update(version=version, update_s=took_s, drafter_build_s=0.0)
+            build_s = drafter_build_s(self._client.stats())
+            self._recorder.update(version=version, update_s=took_s, drafter_build_s=build_s)
         trainer.accelerator.wait_for_everyone()
         self._pushed_step, self.policy_version = step, version
+        self._samples_of.clear()
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> list[Request]:
         requests = []
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         for ids in prompt_ids:
             uid = prompt_uid(ids)
-            # A sample's index is unique over the run: the uid stays the prompt's own over steps, so that
-            # its earlier rollouts can be found, and a group may be spread over ranks.
+            # The uid is the prompt's own over steps, so that its earlier rollouts can be found; the index
+            # keeps a step's samples of it apart, also when the trainer's ranks share a group.
             index = self._samples_of[uid] * ranks + rank
             self._samples_of[uid] += 1
             seed = sample_seed(
@@ -153,7 +158,9 @@ class TrainerRollouts:
         self._check_versions(completions)
         self._recorder.rounds(self._client.take_records())
         self._recorder.completions(completions, rollout_step=self._calls)
-        rollout = self._recorder.step(self._calls, wall_s=took_s, more=kept_mass_gauges(completions))
+        dropped = sum(v for k, v in self._client.stats().items() if k.endswith("/records_dropped"))
+        more = {**kept_mass_gauges(completions), "service/round_records_dropped": dropped}
+        rollout = self._recorder.step(self._calls, wall_s=took_s, more=more)
         self.clock.gauges = self._mismatch_gauges(trainer, output)
         mode = "train" if trainer.model.training else "eval"
         for name, value in {**rollout, **self.clock.gauges}.items():
@@ -218,6 +225,17 @@ def handed_output(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Com
         samples=len(prompt_ids), completion_ids=output["completion_ids"], logprobs=output["logprobs"]
     )
     return output
+
+
+def drafter_build_s(stats: Mapping[str, float]) -> float:
+    """Return the seconds the slowest host took to rebuild its drafters; hosts rebuild side by side."""
+    by_host: dict[str, float] = {}
+    for name, value in stats.items():
+        area, _, rest = name.partition("/")
+        host, _, gauge = rest.partition("/")
+        if area == "host" and gauge.startswith("drafter/") and gauge.endswith("_build_s"):
+            by_host[host] = by_host.get(host, 0.0) + value
+    return max(by_host.values(), default=0.0)
 
 
 def kept_mass_gauges(completions: Sequence[Completion]) -> dict[str, float]:

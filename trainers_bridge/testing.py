@@ -50,6 +50,10 @@ class EngineClient:
         self._engine.stage(state_dict.items())
         return self._engine.commit_update()
 
+    def stats(self) -> dict[str, float]:
+        """Return the engine's gauges as those of a host."""
+        return {f"host/here/{name}": value for name, value in self._engine.gauges().items()}
+
     def take_records(self) -> list[RoundRecord]:
         """Return the rounds since the last call."""
         taken, self._records = self._records, []

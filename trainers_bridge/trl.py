@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout.errors import ConfigError
@@ -26,6 +27,8 @@ from rollout.policy.source import load_policy
 from rollout.policy.weights import HEAD
 from rollout.progress import Progress, say
 from rollout.settings import load_config, to_plain
+from rollout.tracking.jsonl import read_jsonl
+from rollout.tracking.recorder import COMPLETIONS, ROUNDS
 from rollout.tracking.tracker import Tracker
 from trainers_bridge.config import TaskConfig, TrainerConfig
 from trainers_bridge.contract import IncompleteRolloutError, RolloutClient, training_params
@@ -36,6 +39,9 @@ from trainers_bridge.tasks.registry import Task, build_task
 log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
+TRAINER_FOLDER = "trainer"
+"""Within the run's folder: the trainer's own files, its checkpoints among them."""
+
 STEPS = "steps"
 """Kind of the journal's records of trainer steps: the fields of ``StepResult``, plus ``reward`` and
 ``optimize_s``."""
@@ -63,12 +69,23 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
     """
     config, task = settings_of(job)
     folder = _run_folder(job)
+    earlier = earlier_run(folder)
     with Progress(f"loading the trainer's copy of {job.policy.source}"):
         model, tokenizer = load_trainee(job)
     freeze(model, config.trainable_layers)
-    rollouts = make_rollout_func(client, tokenizer, config, tracker, run_seed=job.seed)
+    rollouts = TrainerRollouts(
+        client=client,
+        tokenizer=tokenizer,
+        config=config,
+        tracker=tracker,
+        run_seed=job.seed,
+        first_call=earlier.calls,
+        first_round=earlier.rounds,
+    )
     with Progress("training", total=config.steps) as progress:
+        progress.advance(len(earlier.steps))
         watch = StepWatch(rollouts, config=config, tracker=tracker, progress=progress)
+        watch.steps += earlier.steps
         trainer = build_trainer(
             model=model,
             tokenizer=tokenizer,
@@ -79,7 +96,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
             watch=watch,
         )
         started_s = time.perf_counter()
-        trainer.train()
+        trainer.train(resume_from_checkpoint=earlier.checkpoint)
         total_s = time.perf_counter() - started_s
     if watch.stopped_by == "steps" and len(watch.steps) != config.steps:
         raise IncompleteRolloutError(f"the trainer ended after {len(watch.steps)} of {config.steps} steps")
@@ -109,6 +126,44 @@ def settings_of(job: JobConfig) -> tuple[TrainerConfig, Task]:
         least = config.prompts_per_step
         raise ConfigError(f"task.prompts must be >= trainer.prompts_per_step ({least}), got {asked.prompts}")
     return config, build_task(asked, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierRun:
+    """What a run that is resumed had done when its last checkpoint was written; all empty for a new one."""
+
+    checkpoint: str | None = None
+    steps: tuple[StepResult, ...] = ()
+    calls: int = 0
+    """Rollouts journalled, also those after the checkpoint: their numbers are not used again."""
+
+    rounds: int = 0
+
+
+def earlier_run(folder: Path) -> EarlierRun:
+    """Return what ``folder`` already holds. Raises ``ConfigError`` for steps without a checkpoint."""
+    found = get_last_checkpoint(str(folder / TRAINER_FOLDER)) if (folder / TRAINER_FOLDER).is_dir() else None
+    by_step = {line["step"]: line for line in read_jsonl(folder, STEPS)}
+    if found is None:
+        if by_step:
+            raise ConfigError(
+                f"output_dir: {folder} holds {len(by_step)} trainer steps but no checkpoint to resume from; "
+                "choose another folder, or set trainer.checkpoint_steps before the first start"
+            )
+        return EarlierRun()
+    last = int(found.rpartition("-")[2])
+    names = [f.name for f in fields(StepResult)]
+    steps = tuple(
+        StepResult(**{**{n: line[n] for n in names}, "rewards": tuple(line["rewards"])})
+        for step, line in sorted(by_step.items())
+        if step <= last
+    )
+    return EarlierRun(
+        checkpoint=found,
+        steps=steps,
+        calls=1 + max((line["rollout_step"] for line in read_jsonl(folder, COMPLETIONS)), default=-1),
+        rounds=sum(1 for _ in read_jsonl(folder, ROUNDS)),
+    )
 
 
 def load_trainee(job: JobConfig) -> tuple[Any, Any]:
@@ -171,7 +226,7 @@ def trainer_args(config: TrainerConfig, *, folder: Path) -> Any:
     samples_per_pass = config.samples_per_pass or config.samples_per_step
     cuda = torch.cuda.is_available()
     return GRPOConfig(
-        output_dir=str(folder / "trainer"),
+        output_dir=str(folder / TRAINER_FOLDER),
         use_cpu=not cuda,
         bf16=False,
         gradient_checkpointing=False,
@@ -188,7 +243,9 @@ def trainer_args(config: TrainerConfig, *, folder: Path) -> Any:
         temperature=config.temperature,
         seed=config.seed or 0,
         report_to="none",
-        save_strategy="no",
+        save_strategy="steps" if config.checkpoint_steps else "no",
+        save_steps=config.checkpoint_steps or config.steps,
+        save_total_limit=1,
         logging_steps=1,
         disable_tqdm=True,
     )

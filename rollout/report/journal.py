@@ -76,7 +76,8 @@ def read_journal(folder: Path) -> Journal:
         folder=folder,
         rounds=tuple(_rounds(folder)),
         completions=tuple(_lines(folder, COMPLETIONS)),
-        steps=tuple(_lines(folder, STEPS)),
+        # A step after the checkpoint a run was resumed from stands there twice; the later one counts.
+        steps=tuple({line["step"]: line for line in _lines(folder, STEPS)}.values()),
         events=tuple(_lines(folder, EVENTS)),
         summary=json.loads(summary.read_text()) if summary.exists() else None,
     )
