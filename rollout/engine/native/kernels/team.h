@@ -1,12 +1,14 @@
 // A team of threads that runs one job at a time, and the barrier inside a job.
 //
-// Waiting spins first, since a phase of a forward lasts microseconds, and then gives the processor away, since
-// it may be shared. Between jobs the members sleep. A team does not survive fork(): run() says so.
+// Waiting spins first, since a phase of a forward lasts microseconds; then it gives the processor away, since it
+// may be shared; then it sleeps, since whoever is late may need this very processor. Between jobs the members
+// sleep. A team does not survive fork(): usable() says so.
 #pragma once
 #include <sched.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -21,12 +23,23 @@ namespace team {
 // About 30 microseconds: longer than any phase's imbalance, far shorter than a time slice.
 constexpr int kSpins = 1500;
 
+// As long again of yielding; a wait beyond both means that a member has lost its processor for milliseconds.
+constexpr int kYields = 50;
+constexpr std::chrono::microseconds kNap(50);
+
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// One try of a wait that has failed `tries` times.
+inline void pause(int tries) {
+  if (tries < kSpins) relax();
+  else if (tries < kSpins + kYields) sched_yield();
+  else std::this_thread::sleep_for(kNap);
 }
 
 class alignas(64) Barrier {
@@ -39,9 +52,7 @@ class alignas(64) Barrier {
       phase_.store(phase + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins)
-      if (spins < kSpins) relax();
-      else sched_yield();
+    for (int tries = 0; phase_.load(std::memory_order_acquire) == phase; ++tries) pause(tries);
   }
 
  private:
