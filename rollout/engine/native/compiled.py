@@ -47,7 +47,7 @@ class _Quantized(Protocol):
     scales: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class CompiledKV:
     """KV memory as ``kv_pages.h`` lays it out."""
 
