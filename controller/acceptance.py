@@ -53,11 +53,10 @@ def tried_and_kept(outcome: SequenceOutcome) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What one sequence did under one drafter, against what its drafter's mean expected."""
+    """What one sequence did under one drafter, all positions together."""
 
     tried: float = 0.0
     kept: float = 0.0
-    expected: float = 0.0
 
 
 class _Counts:
@@ -148,7 +147,6 @@ class _Drafter:
             _clip((lean * self._mean + k) / (lean + t) + hope)
             for t, k in zip(*self._memory.by_position(), strict=True)
         ]
-        self._expected = [0.0, *accumulate(self._hazards)]
         self.survivals = list(accumulate(self._hazards, operator.mul))
         self._logs = [math.log(share) for share in self.survivals]
         self._log_survival = np.asarray(self._logs)
@@ -201,8 +199,6 @@ class _Drafter:
             fade = _SEQUENCE_FADE[min(tried, len(_SEQUENCE_FADE) - 1)]
             one.tried = one.tried * fade + tried
             one.kept = one.kept * fade + kept
-            # As last read: a handful of rounds old at most, and cheap.
-            one.expected = one.expected * fade + self._expected[tried]
         self._stale = True
 
     def _replace_if_changed(self) -> None:
@@ -222,10 +218,10 @@ class _Drafter:
         if one is None:
             return 1.0
         lean = self._config.sequence_prior_tokens
-        total, prior = lean + one.tried, lean * self._mean
-        own, usual = _clip((prior + one.kept) / total), _clip((prior + one.expected) / total)
+        # Against the mean as it stands, not as it stood: an early wrong hope is no fault of the sequence.
+        own = _clip((lean * self._mean + one.kept) / (lean + one.tried))
         low, high = SEQUENCE_RANGE
-        return min(high, max(low, math.log(own) / math.log(usual)))
+        return min(high, max(low, math.log(own) / math.log(self._mean)))
 
     def discount(self) -> None:
         """Keep part of the evidence and fill up with the prior: a new policy may differ."""

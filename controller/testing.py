@@ -3,15 +3,15 @@
 Tests run controllers on it and count regret in expectation, so that only decisions are judged, not luck.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from controller.calibration import Calibration, Sample, fit, sweep_plan
+from controller.decide import Controller
 from controller.types import (
     AR,
-    AR_ASSIGNMENT,
     POLICY,
     Assignment,
     DraftCost,
@@ -333,16 +333,79 @@ def load_of(
     )
 
 
+PLAIN = RoundPlan(assignments={}, reason="plain")
+"""Every sequence decodes without drafts."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regret:
     """How a controller did on a machine, in expectation."""
 
     of_best: float
-    """Tokens per second over the best plan's, each round in the same state of the machine."""
+    """Tokens per second over those of the best plan, each round in the same state of the machine."""
+
     of_ar: float
-    """Tokens per second over plain decoding's."""
+    """Tokens per second over those of plain decoding."""
+
     plans: tuple[RoundPlan, ...]
 
 
-PLAIN = RoundPlan(assignments={}, reason="plain")
-assert PLAIN.of(0) is AR_ASSIGNMENT
+def regret_of(
+    machine: SimulatedMachine,
+    controller: Controller,
+    load_at: Callable[[int], RoundLoad],
+    *,
+    rounds: int,
+    phase: Callable[[int], Hashable] = lambda round_index: 0,
+    since: int = 0,
+) -> Regret:
+    """Run ``rounds`` rounds and compare each from ``since`` on with the best that was possible.
+
+    ``phase`` names the state of machine, acceptance and load; within one, the best plan is the same.
+    """
+    tokens = seconds = best_tokens = ar_tokens = now_s = 0.0
+    rates: dict[Hashable, tuple[float, float]] = {}
+    plans = []
+    for r in range(rounds):
+        load = load_at(r)
+        plan = controller.decide(load, now_s=now_s)
+        facts = machine.run(load, plan)
+        controller.observe(facts)
+        now_s += facts.total_s
+        plans.append(plan)
+        if r < since:
+            continue
+        if phase(r) not in rates:
+            best = machine.best_plan(load)
+            best_rate = machine.true_tokens(load, best) / machine.true_s(load, best)
+            rates[phase(r)] = best_rate, len(load.sequences) / machine.true_s(load, PLAIN)
+        took_s = machine.true_s(load, plan)
+        tokens += machine.true_tokens(load, plan)
+        seconds += took_s
+        best_tokens += took_s * rates[phase(r)][0]
+        ar_tokens += took_s * rates[phase(r)][1]
+    return Regret(of_best=tokens / best_tokens, of_ar=tokens / ar_tokens, plans=tuple(plans))
+
+
+def drain_s(machine: SimulatedMachine, controller: Controller, lengths: Sequence[int]) -> float:
+    """Return the simulated seconds until sequences of these lengths have all finished."""
+    running = {
+        key: SequenceLoad(key=key, context_tokens=64, generated_tokens=0, remaining_tokens=length)
+        for key, length in enumerate(lengths)
+    }
+    now_s, round_index = 0.0, 0
+    while running:
+        load = RoundLoad(round_index=round_index, policy_version=0, sequences=tuple(running.values()))
+        facts = machine.run(load, controller.decide(load, now_s=now_s))
+        controller.observe(facts)
+        now_s, round_index = now_s + facts.total_s, round_index + 1
+        for o in facts.outcomes:
+            s = running.pop(o.key)
+            if not o.finished:
+                running[o.key] = replace(
+                    s,
+                    context_tokens=s.context_tokens + o.committed,
+                    generated_tokens=s.generated_tokens + o.committed,
+                    remaining_tokens=s.remaining_tokens - o.committed,
+                )
+    return now_s

@@ -26,8 +26,14 @@ ROW_BUCKETS = 25
 NEIGHBOUR_OCTAVES = 0.5
 """Distance at which a neighbouring cell counts 61%: costs bend at knees, but not within a third."""
 
-CELL_PRIOR = 4.0
-"""Observations worth of "the model is right" in every cell."""
+CELL_PRIOR = 6.0
+"""Observations worth of "the model is right" in every cell: the first few are mostly noise."""
+
+CELL_FIRST = 8
+"""Observations of a fresh cell that are kept, to start it from their quantile."""
+
+CELL_FIRST_LIMIT = 0.15
+"""Largest log error one of them may have: a stall must not brand a shape."""
 
 CELL_MEMORY = 64.0
 """Observations at most counted for a cell."""
@@ -37,7 +43,7 @@ CELL_STEP = 0.005
 lands there and only a lasting misfit of one shape lands here."""
 
 CELL_FIRST_STEP = 0.1
-"""Log step of a fresh cell, divided by its observations."""
+"""Log step of a young cell, divided by its observations."""
 
 CELL_LIMIT = 0.5
 """Largest log correction of a cell: a part mispriced by more needs a new calibration."""
@@ -47,6 +53,10 @@ LINE_STEP = 0.05
 
 LINE_ROW_SCALE = 1.0 / 16.0
 """Brings usual row counts near 1, so that base and slope learn equally fast."""
+
+LINE_FLAG_SCALE = 0.3
+"""The flagged extra learns at a tenth of the base's speed: what both kinds of round spend must not pass
+for the price of speculation only because a rollout began with it."""
 
 CELLS_REFRESH = 8
 """Observations after which blended corrections are worked out again; each moves them by a step at most."""
@@ -96,7 +106,7 @@ _KERNEL: Floats = np.exp(-0.5 * (_DISTANCE / NEIGHBOUR_OCTAVES) ** 2)
 class ResidualTable:
     """Lasting log error of the cost model by shape (rows, sequences) of one part.
 
-    Each cell follows a quantile by small signed steps, so a stall moves it no further than any other
+    Each cell starts from the quantile of its first observations, then follows it by small signed steps, so a stall moves it no further than any other
     observation; neighbours are blended, and shapes never seen are believed to be as modelled.
     """
 
@@ -104,6 +114,7 @@ class ResidualTable:
         self._quantile = quantile
         self._bias = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
         self._count = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
+        self._first: dict[tuple[int, int], list[float]] = {}
         self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
@@ -113,9 +124,12 @@ class ResidualTable:
         r, s = bucket_of(rows), bucket_of(sequences)
         count = min(CELL_MEMORY, float(self._count[r, s]) + 1.0)
         bias = float(self._bias[r, s])
-        if count == 1.0:
-            bias = log_error
+        if count <= CELL_FIRST:
+            first = self._first.setdefault((r, s), [])
+            first.append(min(CELL_FIRST_LIMIT, max(-CELL_FIRST_LIMIT, log_error)))
+            bias = sorted(first)[int(self._quantile * (len(first) - 1) + 0.5)]
         else:
+            self._first.pop((r, s), None)
             step = max(CELL_STEP, CELL_FIRST_STEP / count)
             bias += step * (self._quantile if log_error > bias else self._quantile - 1.0)
         self._bias[r, s] = min(CELL_LIMIT, max(-CELL_LIMIT, bias))
@@ -164,8 +178,8 @@ class LineTracker:
         if self._observations > SETTLED_OBSERVATIONS:
             seconds = min(seconds, 3.0 * expected + 1e-4)
         x = rows * LINE_ROW_SCALE
-        flag = 1.0 if flagged else 0.0
-        step = max(LINE_STEP, 0.5 / self._observations) * (seconds - expected) / (1.0 + x * x + flag)
+        flag = LINE_FLAG_SCALE if flagged else 0.0
+        step = max(LINE_STEP, 1.0 / self._observations) * (seconds - expected) / (1.0 + x * x + flag * flag)
         self.base_s = max(0.0, self.base_s + step)
         self.per_row_s = max(0.0, self.per_row_s + step * x * LINE_ROW_SCALE)
         self.flagged_s = max(0.0, self.flagged_s + step * flag)
