@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from controller.types import AR, SequenceOutcome
 from rollout.engine.native.commit import Detokenizer, commit_token, final_text
 from rollout.engine.native.drafting import Drafting
-from rollout.engine.native.judging import Verdict
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.work import Work, draft_request
 from rollout.engine.protocol import Emission
+from rollout.engine.verify import Verdict
 from rollout.errors import NoProgressError, NumericError
 from rollout.types import Completion, FinishReason
 
@@ -129,9 +129,7 @@ class Committer:
                 tokens=tuple(sequence.records[-committed:]),
             )
         )
-        request = draft_request(sequence, 0)
-        for slot in self._drafting.slots.values():
-            slot.drafter.committed(request, finished=finished)
+        self._drafting.committed(draft_request(sequence, 0), finished=finished)
 
     def end(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
         """Take a sequence out of the engine and return how it ended."""
