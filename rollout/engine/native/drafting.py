@@ -6,7 +6,7 @@ the round; failures are counted and logged, after some in a row it is rebuilt, t
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -66,6 +66,23 @@ class Drafting:
         for slot in self.slots.values():
             slot.enabled, slot.failures_in_a_row = True, 0
             self._rebuild(slot)
+
+    def use_only(self, names: Collection[str]) -> None:
+        """Switch every other drafter off, until the next rebuild; one that was never built stays off.
+
+        Raises ``ValueError`` for an unknown name.
+        """
+        unknown = sorted(set(names) - set(self.slots))
+        if unknown:
+            raise ValueError(f"no drafter {', '.join(unknown)}; there are: {', '.join(self.slots) or 'none'}")
+        for name, slot in self.slots.items():
+            slot.enabled = name in names and slot.drafter.drafter_version >= 0
+
+    def committed(self, request: DraftRequest, *, finished: bool) -> None:
+        """Tell the drafters that a sequence grew; one that is off costs nothing and catches up later."""
+        for slot in self.slots.values():
+            if slot.enabled:
+                slot.drafter.committed(request, finished=finished)
 
     def _rebuild(self, slot: DrafterSlot) -> None:
         assert self._view is not None, "rebuild_all comes first"

@@ -6,7 +6,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -137,6 +137,15 @@ class NativeEngine:
 
         drafters = {n: shape(n, s.drafter.weight_bytes) for n, s in self._drafting.slots.items()}
         return {POLICY: shape(POLICY, 2 * params), **drafters}
+
+    def use_drafters(self, names: Collection[str]) -> None:
+        """Switch every other drafter off, until the next weight update; only when idle.
+
+        What is off is not in ``traits`` and costs nothing, so arms of a comparison can share an engine.
+        Raises ``ValueError`` for an unknown name.
+        """
+        assert not self.busy, "drafters are switched between runs, not while sequences rely on them"
+        self._drafting.use_only(names)
 
     # ---- requests -------------------------------------------------------------------------------
 
