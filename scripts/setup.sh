@@ -21,12 +21,28 @@ cd "$ROOT"
 say() { printf '[setup %4ds] %s\n' "$((SECONDS - SETUP_START))" "$*"; }
 fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
 
-# Runs a step, says what it is, and says how long it took.
+# Runs a step with its output in a file, says what it is doing every 15 s, and how long it took.
+# What the step wrote is shown only when it fails.
 step() {
-  local title="$1" started=$SECONDS
+  local title="$1" started=$SECONDS output ticker status=0
   shift
+  output="$(mktemp)"
   say "$title"
-  "$@"
+  (
+    while sleep 15; do
+      say "$title: $(tail -n 1 "$output" | cut -c 1-90)"
+    done
+  ) &
+  ticker=$!
+  "$@" >"$output" 2>&1 || status=$?
+  kill "$ticker" 2>/dev/null
+  wait "$ticker" 2>/dev/null || true
+  if ((status != 0)); then
+    tail -n 40 "$output" >&2
+    rm -f "$output"
+    fail "$title: failed after $((SECONDS - started)) s"
+  fi
+  rm -f "$output"
   say "$title: done in $((SECONDS - started)) s"
 }
 
@@ -63,10 +79,7 @@ check_compiler() {
 }
 
 make_venv() {
-  local python
-  python="$(find_python)"
-  say "Python: $python ($("$python" -c 'import platform; print(platform.python_version())'))"
-  "$python" -m venv "$VENV"
+  "$PYTHON" -m venv "$VENV"
 }
 
 # A name for everything an installation depends on.
@@ -78,15 +91,16 @@ install_key() {
   } | "$VENV/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
+# Byte code is left to the first import: compiling every file of every package takes a minute.
 install_package() {
-  "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --quiet \
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
     --constraint "$CONSTRAINTS" --editable ".[$EXTRAS]"
 }
 
 fetch_policy() {
-  "$VENV/bin/python" -c '
+  TQDM_DISABLE=1 PYTHONUNBUFFERED=1 "$VENV/bin/python" -c '
 import logging
-logging.basicConfig(level=logging.INFO, format="              %(message)s")
+logging.basicConfig(level=logging.INFO, format="%(message)s")
 logging.getLogger("httpx").setLevel(logging.WARNING)
 from rollout.policy.embedded import embedded_folder
 embedded_folder()
@@ -95,7 +109,8 @@ embedded_folder()
 
 check_compiler
 if [ ! -x "$VENV/bin/python" ] || ! "$VENV/bin/python" -c 'import pip' >/dev/null 2>&1; then
-  step "making .venv" make_venv
+  PYTHON="$(find_python)"
+  step "making .venv with $("$PYTHON" --version) ($PYTHON)" make_venv
 fi
 mkdir -p "$STAMPS"
 # The extras are part of the name: the tests' installation and the quickstart's do not undo each other.
