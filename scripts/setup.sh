@@ -24,19 +24,14 @@ fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
 # Runs a step with its output in a file, says what it is doing every 15 s, and how long it took.
 # What the step wrote is shown only when it fails.
 step() {
-  local title="$1" started=$SECONDS output ticker status=0
+  local title="$1" started=$SECONDS output status=0
   shift
   output="$(mktemp)"
   say "$title"
-  (
-    while sleep 15; do
-      say "$title: $(tail -n 1 "$output" | cut -c 1-90)"
-    done
-  ) &
-  ticker=$!
+  tick "$title" "$output" &
+  TICKER=$!
   "$@" >"$output" 2>&1 || status=$?
-  kill "$ticker" 2>/dev/null
-  wait "$ticker" 2>/dev/null || true
+  stop_ticking
   if ((status != 0)); then
     tail -n 40 "$output" >&2
     rm -f "$output"
@@ -45,6 +40,24 @@ step() {
   rm -f "$output"
   say "$title: done in $((SECONDS - started)) s"
 }
+
+tick() {
+  # The sleep must not outlive its parent: it would hold the terminal or pipe open.
+  trap 'kill "$!" 2>/dev/null; exit 0' TERM
+  while true; do
+    sleep 15 >/dev/null 2>&1 &
+    wait "$!"
+    say "$1: $(tail -n 1 "$2" | cut -c 1-90)"
+  done
+}
+
+TICKER=""
+stop_ticking() {
+  [ -z "$TICKER" ] || kill "$TICKER" 2>/dev/null || true
+  [ -z "$TICKER" ] || wait "$TICKER" 2>/dev/null || true
+  TICKER=""
+}
+trap stop_ticking EXIT
 
 find_python() {
   local name
