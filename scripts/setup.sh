@@ -43,6 +43,7 @@ step() {
 
 tick() {
   # The sleep must not outlive its parent: it would hold the terminal or pipe open.
+  exec 2>/dev/null
   trap 'kill "$!" 2>/dev/null; exit 0' TERM
   while true; do
     sleep 15 >/dev/null 2>&1 &
