@@ -78,6 +78,10 @@ class TrainerConfig:
     weights_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of pushed weights. ``auto``: what the engine stores, so that nothing is sent to be rounded away."""
 
+    weights_rounding: Literal["nearest", "stochastic"] = "stochastic"
+    """Of float32 weights pushed as bfloat16. A step moves most weights by less than bfloat16 resolves:
+    rounded to nearest, rollouts keep coming from an old policy; stochastically, from one that moves along."""
+
     max_minutes: float = 0.0
     """Stop after the step in which this much time has passed; 0: no limit."""
 

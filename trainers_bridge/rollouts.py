@@ -113,7 +113,15 @@ class TrainerRollouts:
         if trainer.accelerator.is_main_process:
             started_s = time.perf_counter()
             model = trainer.accelerator.unwrap_model(trainer.model)
-            state = policy_state(model, dtype=DTYPES[self._config.weights_dtype])
+            stochastic = self._config.weights_rounding == "stochastic"
+            seed = sample_seed(
+                run_seed=self._run_seed, trainer_step=step, prompt_uid="weights", sample_index=0
+            )
+            state = policy_state(
+                model,
+                dtype=DTYPES[self._config.weights_dtype],
+                stochastic_seed=seed if stochastic else None,
+            )
             live = self._client.update_weights(state, version)
             if isinstance(live, int) and live != version:
                 raise PolicyPushError(f"pushed version {version}, but the service runs version {live}")
