@@ -30,6 +30,7 @@ step() {
   say "$title"
   tick "$title" "$output" &
   TICKER=$!
+  disown "$TICKER"  # or the shell would report its end
   "$@" >"$output" 2>&1 || status=$?
   stop_ticking
   if ((status != 0)); then
@@ -55,7 +56,6 @@ tick() {
 TICKER=""
 stop_ticking() {
   [ -z "$TICKER" ] || kill "$TICKER" 2>/dev/null || true
-  [ -z "$TICKER" ] || wait "$TICKER" 2>/dev/null || true
   TICKER=""
 }
 trap stop_ticking EXIT
