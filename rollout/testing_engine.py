@@ -4,15 +4,15 @@ Its text is a hash of (weights, prompt, seed, position): equal on every host, un
 retry, and different once other weights are live. Faults can be ordered by round and host.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from controller.decide import Controller
 from controller.log import Record
@@ -53,6 +53,10 @@ from rollout.types import (
     TokenRecord,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 SHAPES: dict[str, tuple[int, ...]] = {"model.bias": (64,), "model.weight": (64, 64)}
 """Weights that shape the text, by name: small enough to send by hundreds."""
 
@@ -65,11 +69,14 @@ ECHO = "echo"
 
 
 def scripted_weights(
-    seed: int, *, dtype: torch.dtype = torch.bfloat16, ballast_floats: int = 0
+    seed: int, *, dtype: torch.dtype | None = None, ballast_floats: int = 0
 ) -> dict[str, Tensor]:
-    """Return a state dict for ``ScriptedEngine``; other seeds, other text."""
+    """Return a state dict for ``ScriptedEngine``, bfloat16 by default; other seeds, other text."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
-    state = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    kind = dtype or torch.bfloat16
+    state = {name: torch.randn(shape, generator=generator).to(kind) for name, shape in SHAPES.items()}
     if ballast_floats:
         state[BALLAST] = torch.zeros(ballast_floats)
     return state
@@ -123,7 +130,7 @@ class ScriptedSpec:
     faults: Faults = field(default_factory=Faults)
     host: str = "local"
 
-    def for_host(self, *, host: str, threads: int) -> "ScriptedSpec":
+    def for_host(self, *, host: str, threads: int) -> ScriptedSpec:
         """Return the recipe of one host; faults ordered for another host are dropped."""
         elsewhere = self.faults.only_host not in (None, host)
         return replace(self, host=host, faults=Faults() if elsewhere else self.faults)
@@ -217,7 +224,7 @@ class ScriptedEngine:
         )
         self.policy_version = self._drafter_version = 0
         self.rebuilds = 0
-        self._take_weights(scripted_weights(spec.weights_seed))
+        self._take_salt(f"start-{spec.weights_seed}")
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._manifest: UpdateManifest | None = None
@@ -445,6 +452,8 @@ class ScriptedEngine:
             raise WeightUpdateError("no update is open")
         if self._faults.refuse_stage:
             raise WeightUpdateError(f"host {self._spec.host} was told to refuse")
+        import torch
+
         for name, value in tensors:
             if not bool(torch.isfinite(value).all()):
                 raise WeightUpdateError(f"{name} holds NaN or infinity")
@@ -490,10 +499,15 @@ class ScriptedEngine:
         return {**SHAPES, BALLAST: (ballast,)} if ballast else SHAPES
 
     def _take_weights(self, state: Mapping[str, Tensor]) -> None:
+        import torch
+
         digest = blake2b(digest_size=8)
         for name in sorted(SHAPES):
             digest.update(state[name].to(torch.float32).numpy().tobytes())
-        self._salt = digest.hexdigest()
+        self._take_salt(digest.hexdigest())
+
+    def _take_salt(self, salt: str) -> None:
+        self._salt = salt
         numerics = f"scripted-{self._spec.host}" if self._faults.other_numerics else "scripted"
         self.fingerprint = f"{numerics}/{self._salt}"
 

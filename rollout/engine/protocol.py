@@ -1,13 +1,16 @@
 """The seam between whatever decides and whatever computes: one round at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from controller.types import EngineTraits, InFlight, PartShape, RoundFacts, RoundLoad, RoundPlan
 from rollout.types import Completion, Request, TokenRecord
+
+if TYPE_CHECKING:  # whoever only passes requests on need not load torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """What a host is made of, as plain data that crosses a process border, and how it is put together there."""
 
+import logging
+import os
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -9,6 +11,8 @@ from controller.decide import Controller
 from drafters.config import DrafterConfig
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.protocol import Engine
+
+log = logging.getLogger(__name__)
 
 
 class HostSpec(Protocol):
@@ -47,6 +51,7 @@ class EngineSpec:
         from controller.decide import build_controller
         from rollout.engine.native.build import build_engine
 
+        set_threads(self.engine.threads)
         engine = build_engine(self.policy, self.engine, self.drafter, host=self.host)
         calibration = self._calibration(engine)
         return engine, build_controller(self.controller, engine.traits, engine.part_shapes(), calibration)
@@ -59,3 +64,16 @@ class EngineSpec:
         from rollout.jobs.calibrate import load_or_calibrate
 
         return load_or_calibrate(engine, self.controller, self.engine)
+
+
+def set_threads(threads: int) -> None:
+    """Give torch its threads. Ray sets OMP_NUM_THREADS from an actor's CPUs, which says nothing of ours."""
+    if threads == 0:
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    log.info(
+        "torch threads: %d -> %d (OMP_NUM_THREADS=%s)", before, threads, os.environ.get("OMP_NUM_THREADS")
+    )

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from controller.types import InFlight
 from rollout.engine.protocol import UpdateManifest
@@ -21,9 +22,11 @@ from rollout.service.factory import HostSpec
 from rollout.service.ledger import Identity
 from rollout.service.live import Targets
 from rollout.service.loop import EngineLoop
-from rollout.service.payload import WeightPayload, buckets
 from rollout.service.records import HostEvents, HostReady, LoopStatus, RoundRecord
 from rollout.types import Request
+
+if TYPE_CHECKING:
+    from rollout.service.payload import WeightPayload
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class PolicyHost:
         assert_own_packages()
         self.host, self.threads, self._flush_s = host, threads, flush_s
         self._spec = spec.for_host(host=host, threads=threads)
-        self._outbox = _Outbox()
+        self._outbox = Outbox()
         self._loop: Future[EngineLoop] = Future()
         self._thread = threading.Thread(target=self._own_engine, name=f"engine-{host}", daemon=True)
         self._thread.start()
@@ -43,7 +46,6 @@ class PolicyHost:
     def _own_engine(self) -> None:
         """Build the engine on the thread that will run it, then run it until closed."""
         try:
-            set_threads(self.threads)
             engine, controller = self._spec.build()
             loop = EngineLoop(engine, controller, host=self.host, deliver=self._outbox.put)
         except Exception as error:
@@ -82,12 +84,14 @@ class PolicyHost:
     # ---- control ----------------------------------------------------------------------------------
 
     async def prepare_update(
-        self, manifest: UpdateManifest, in_flight: InFlight, payload: WeightPayload
+        self, manifest: UpdateManifest, in_flight: InFlight, payload: "WeightPayload"
     ) -> None:
         """Stage a weight update whole and return when it may be committed; on refusal nothing is left of it.
 
         ``payload`` may lie in shared memory; the engine lets go of it at commit or discard.
         """
+        from rollout.service.payload import buckets  # loads torch, which the service's process never needs
+
         loop = await self._ready_loop()
         await asyncio.wrap_future(loop.begin_update(manifest, in_flight))
         try:
@@ -144,7 +148,7 @@ class PolicyHost:
             await asyncio.wrap_future(loop.close())
 
 
-class _Outbox:
+class Outbox:
     """Events on their way from the loop's thread to one reader's event loop."""
 
     def __init__(self) -> None:
@@ -197,15 +201,4 @@ def merge(parts: Sequence[HostEvents]) -> HostEvents:
         emissions=tuple(e for part in parts for e in part.emissions),
         completions=tuple(replace(c, tokens=()) for part in parts for c in part.completions),
         crashed=next((part.crashed for part in parts if part.crashed), None),
-    )
-
-
-def set_threads(threads: int) -> None:
-    """Give torch its threads. Ray sets OMP_NUM_THREADS from an actor's CPUs, which says nothing of ours."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    log.info(
-        "torch threads: %d -> %d (OMP_NUM_THREADS=%s)", before, threads, os.environ.get("OMP_NUM_THREADS")
     )

@@ -5,15 +5,15 @@ weights are staged and switched, deadlines end. Callers on other threads post co
 Knows no Ray and no asyncio.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from controller.decide import Controller
 from controller.types import InFlight, RoundLoad
@@ -32,6 +32,9 @@ from rollout.service.inbox import Inbox
 from rollout.service.live import LiveRequests, Targets
 from rollout.service.records import HostEvents, LoopState, LoopStatus, RoundRecord
 from rollout.types import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +127,10 @@ class EngineLoop:
     # ---- from any thread --------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> Future[None]:
-        """Queue requests; a refused one comes back as a failed completion, the others are untouched."""
+        """Queue requests; a refused one comes back as a failed completion, the others are untouched.
+
+        Raises ``EngineCrashError``, and takes none, when the engine runs no more.
+        """
         return self._post(lambda: self._add(requests))
 
     def abort(self, targets: Targets | None, reason: str) -> Future[int]:
@@ -295,10 +301,11 @@ class EngineLoop:
     # ---- requests ---------------------------------------------------------------------------------
 
     def _add(self, requests: Sequence[Request]) -> None:
+        if self._error is not None:
+            # They were part of nothing that failed: whoever sent them may send them elsewhere.
+            raise EngineCrashError(self._error)
         for request in requests:
             try:
-                if self._error is not None:
-                    raise EngineCrashError(self._error)
                 self._make_way(request)
                 self.engine.add(request)
             except RequestError as error:

@@ -18,6 +18,7 @@ from rollout.config import ServiceConfig
 from rollout.engine.protocol import UpdateManifest
 from rollout.errors import (
     ConfigError,
+    EngineCrashError,
     FingerprintError,
     RolloutError,
     WeightUpdateError,
@@ -315,6 +316,8 @@ class HostPool:
             await slot.actor.submit(requests)
         except asyncio.CancelledError:
             raise
+        except EngineCrashError:
+            return  # its events say so too, after the endings of what it had; then these are taken back
         except Exception as error:  # noqa: BLE001 - nobody knows what of it arrived
             self._lose(slot, host, f"{type(error).__name__}: {error}")
 

@@ -10,7 +10,7 @@ import ray
 from rollout.config import ServiceConfig
 from rollout.service import cluster
 from rollout.service.client import RolloutClient
-from rollout.testing_engine import ScriptedSpec
+from rollout.testing_engine import Faults, ScriptedSpec
 
 CONFIG = ServiceConfig(
     host_cpus=0.1,
@@ -44,11 +44,28 @@ def start(local_ray: None, request: pytest.FixtureRequest) -> Iterator[Callable[
         client.close()
 
 
-@pytest.fixture(scope="module")
-def two_hosts(local_ray: None, request: pytest.FixtureRequest) -> Iterator[RolloutClient]:
-    """A service of two sound hosts, for the tests of one file that do not break it."""
-    config = replace(CONFIG, hosts=2, name=f"two-hosts-{request.module.__name__}")
+@pytest.fixture(scope="session")
+def two_hosts(local_ray: None) -> Iterator[RolloutClient]:
+    """A service of two sound hosts, for tests that leave it as they found it: idle and at version 0."""
+    config = replace(CONFIG, hosts=2, name="two-hosts")
     with RolloutClient.start(ScriptedSpec(), config) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def odd_host(local_ray: None) -> Iterator[RolloutClient]:
+    """One host that drafts, can sleep, and gets NaN for one prompt."""
+    spec = ScriptedSpec(gamma=3, can_sleep=True, faults=Faults(nan_uid="nan2"))
+    with RolloutClient.start(spec, replace(CONFIG, name="odd-host")) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def slow_host(local_ray: None) -> Iterator[RolloutClient]:
+    """One host with endless contexts, small batches, slow rounds, and few places for callers."""
+    spec = ScriptedSpec(faults=Faults(round_s=0.01), max_batch=4, max_context_tokens=100_000)
+    config = replace(CONFIG, name="slow-host", generate_slots=8)
+    with RolloutClient.start(spec, config) as client:
         yield client
 
 

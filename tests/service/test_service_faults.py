@@ -20,19 +20,16 @@ def ids_of(completions):
     return [c.token_ids for c in completions]
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_a_killed_host_costs_no_sample_and_repeats_no_delivered_token(hosts, two_hosts, start):
+def test_a_killed_host_costs_no_sample_and_repeats_no_delivered_token(two_hosts, start):
     requests = scripted_requests(6, n=2, tokens=120, tag="kill")
     expected = two_hosts.generate(requests)
-    client = start(ScriptedSpec(faults=SLOW), hosts=hosts)
+    client = start(ScriptedSpec(faults=SLOW), hosts=2)
     victim = client.health().hosts[0].pid
     tokens = {r.key: [] for r in requests}
     ended = {}
     for item in client.stream(requests):
         if isinstance(item, Emission):
-            assert item.first_index == len(tokens[item.key]), (
-                "a token came twice, or one is missing"
-            )
+            assert item.first_index == len(tokens[item.key]), "a token came twice, or one is missing"
             tokens[item.key].extend(item.tokens)
             if victim is not None and sum(map(len, tokens.values())) > 150:
                 os.kill(victim, signal.SIGKILL)
@@ -46,8 +43,7 @@ def test_a_killed_host_costs_no_sample_and_repeats_no_delivered_token(hosts, two
         assert got.finish_reason == "length"
         assert got.token_ids == want.token_ids == tuple(t.token_id for t in tokens[request.key])
     attempts = [ended[r.key].attempt for r in requests]
-    assert max(attempts) == 1
-    assert hosts == 1 or min(attempts) == 0, "the other host's samples were disturbed"
+    assert (min(attempts), max(attempts)) == (0, 1), "the other host's samples were disturbed"
 
 
 def test_a_restarted_host_gets_no_traffic_before_the_current_weights(two_hosts, start, wait_until):
@@ -68,21 +64,15 @@ def test_a_restarted_host_gets_no_traffic_before_the_current_weights(two_hosts, 
     assert (host.state, host.restarts, host.policy_version) == ("ready", 1, 5)
 
 
-def test_a_crashed_round_fails_its_requests_by_type_and_the_host_is_replaced(start, wait_until):
+def test_a_crashed_round_fails_its_requests_by_type_and_the_host_is_replaced(two_hosts, start):
     client = start(ScriptedSpec(faults=Faults(raise_at_round=4, only_host="host-0")))
-    requests = scripted_requests(2, tag="crash")
+    requests = scripted_requests(1, n=2, tag="crash")
     failed = client.generate(requests)
     assert [c.finish_reason for c in failed] == ["failed", "failed"]
     assert all(c.error.startswith("EngineCrashError: RuntimeError") for c in failed)
     assert all(len(c.tokens) == 3 for c in failed), "what was committed is returned"
-    assert {len(c.tokens) for c in client.generate(requests)} == {24}
+    assert ids_of(client.generate(requests)) == ids_of(two_hosts.generate(requests))
     assert client.health().hosts[0].host == "host-0.1"
-
-
-def test_a_round_without_progress_is_an_error_not_a_hang(start):
-    client = start(ScriptedSpec(faults=Faults(stall_at_round=3, only_host="host-0")))
-    failed = client.generate(scripted_requests(2, tag="stall"))
-    assert all(c.error.startswith("NoProgressError") for c in failed)
 
 
 def test_a_stuck_round_is_noticed_and_its_requests_run_elsewhere(two_hosts, start):
@@ -94,7 +84,8 @@ def test_a_stuck_round_is_noticed_and_its_requests_run_elsewhere(two_hosts, star
 
 
 def test_a_request_that_kills_every_host_fails_by_type_and_restarts_end(start, wait_until):
-    client = start(ScriptedSpec(faults=Faults(exit_at_round=3)), max_restarts=2, max_attempts=2)
+    faults = Faults(exit_at_round=3, round_s=0.05)
+    client = start(ScriptedSpec(faults=faults), max_restarts=2, max_attempts=2)
     (lost,) = client.generate(scripted_requests(1, tag="poison"))
     assert lost.error.startswith("HostLostError")
     assert "max_attempts" in lost.error

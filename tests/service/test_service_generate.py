@@ -2,12 +2,13 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from rollout.engine.protocol import Emission
 from rollout.errors import UnsupportedError
-from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests
+from rollout.testing_engine import scripted_requests, scripted_weights
 from rollout.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.ray
@@ -35,10 +36,11 @@ def test_both_hosts_work_and_a_group_stays_together(two_hosts):
     assert set().union(*hosts_of_prompt.values()) == {"host-0", "host-1"}
 
 
-def test_one_host_gives_the_text_of_two_whatever_is_drafted(two_hosts, start):
+def test_one_host_gives_the_text_of_two_whatever_is_drafted(two_hosts, odd_host):
     requests = scripted_requests(6, n=2, tag="same")
-    one = start(ScriptedSpec(gamma=3))
-    assert ids_of(one.generate(requests)) == ids_of(two_hosts.generate(requests))
+    drafted = odd_host.generate(requests)
+    assert ids_of(drafted) == ids_of(two_hosts.generate(requests))
+    assert all(c.provenance.accepted > 0 for c in drafted)
 
 
 def test_a_stream_says_what_the_batch_says(two_hosts):
@@ -109,15 +111,14 @@ def test_prompts_without_names_get_seeds_of_their_own_and_the_same_ones_again(tw
     assert ids_of(two_hosts.sample(prompts, params, n=2, trainer_step=1)) != ids_of(first)
 
 
-def test_a_numeric_failure_concerns_its_request_alone(two_hosts, start):
+def test_a_numeric_failure_concerns_its_request_alone(two_hosts, odd_host):
     requests = scripted_requests(4, tag="nan")
-    sick = start(ScriptedSpec(faults=Faults(nan_uid="nan2")))
-    sound, ill = two_hosts.generate(requests), sick.generate(requests)
+    sound, ill = two_hosts.generate(requests), odd_host.generate(requests)
     assert ill[2].error.startswith("NumericError")
     assert ill[2].token_ids == sound[2].token_ids[:2]
     for i in (0, 1, 3):
         assert ill[i].token_ids == sound[i].token_ids
-    assert sick.generate(requests[:1])[0].token_ids == sound[0].token_ids
+    assert odd_host.generate(requests[:1])[0].token_ids == sound[0].token_ids
 
 
 def test_rounds_are_recorded_with_their_decision(two_hosts):
@@ -140,14 +141,16 @@ def test_stats_count_what_happened(two_hosts):
     assert any(name.startswith("host/host-1/engine/") for name in after)
 
 
-def test_control_answers_within_a_second_while_every_generate_slot_is_taken(start, wait_until):
-    client = start(ScriptedSpec(faults=Faults(round_s=0.02), max_context_tokens=100_000), generate_slots=8)
+def test_control_answers_within_a_second_while_every_generate_slot_is_taken(slow_host, wait_until):
+    client = slow_host
     requests = [scripted_requests(1, tokens=50_000, tag=f"sat{i}-")[0] for i in range(58)]
     calls = [threading.Thread(target=client.generate, args=([r],), daemon=True) for r in requests]
     for call in calls:
         call.start()
     wait_until(lambda: client.stats()["service/live"] >= 8)
-    for ask in (client.health, client.stats, client.take_records, client.pause, client.resume):
+    live = client.health().policy_version
+    update = partial(client.update_weights, scripted_weights(1), live + 1, in_flight="keep")
+    for ask in (client.health, client.stats, client.take_records, update, client.pause, client.resume):
         began_s = time.monotonic()
         ask()
         assert time.monotonic() - began_s < 1.0, ask
@@ -158,8 +161,9 @@ def test_control_answers_within_a_second_while_every_generate_slot_is_taken(star
         time.sleep(0.05)
 
 
-def test_an_abort_ends_requests_with_what_they_have_and_may_be_repeated(start, wait_until):
-    client = start(ScriptedSpec(faults=Faults(round_s=0.01), max_context_tokens=100_000, max_batch=2))
+def test_an_abort_ends_requests_with_what_they_have_and_may_be_repeated(slow_host, wait_until):
+    client = slow_host
+    client.take_records()
     requests = scripted_requests(6, tokens=90_000, tag="abort")
     answer = []
     call = threading.Thread(target=lambda: answer.extend(client.generate(requests)))
@@ -194,12 +198,11 @@ def test_a_pause_stops_rounds_and_a_resume_loses_nothing(two_hosts, wait_until):
     assert ids_of(answer) == expected
 
 
-def test_a_deadline_returns_what_there_is_and_delays_nobody(start):
-    client = start(ScriptedSpec(faults=Faults(round_s=0.02), max_context_tokens=100_000, max_batch=2))
+def test_a_deadline_returns_what_there_is_and_delays_nobody(slow_host):
     slow = {"prompt_uid": "slow", "prompt_ids": [1], "params": {"ignore_eos": True}, "deadline_s": 0.5}
     queued = [{**slow, "prompt_uid": f"queued{i}"} for i in range(4)]
     began_s = time.monotonic()
-    completions = client.generate([slow, *scripted_requests(1, tokens=5, tag="quick"), *queued])
+    completions = slow_host.generate([slow, *scripted_requests(1, tokens=5, tag="quick"), *queued])
     assert time.monotonic() - began_s < 5.0
     assert (completions[0].finish_reason, completions[1].finish_reason) == ("aborted", "length")
     assert completions[0].error.startswith("DeadlineError")
@@ -207,11 +210,10 @@ def test_a_deadline_returns_what_there_is_and_delays_nobody(start):
     assert all(c.error.startswith("DeadlineError") for c in completions[2:])
 
 
-def test_sleep_is_refused_by_name_where_the_engine_cannot(two_hosts, start):
+def test_sleep_is_refused_by_name_where_the_engine_cannot(two_hosts, odd_host):
     with pytest.raises(UnsupportedError, match="scripted engine cannot sleep"):
         two_hosts.sleep()
-    sleeper = start(ScriptedSpec(can_sleep=True))
-    sleeper.sleep()
-    assert sleeper.health().asleep
-    sleeper.wake()
-    assert len(sleeper.generate(scripted_requests(1, tag="awake"))[0].tokens) == 24
+    odd_host.sleep()
+    assert odd_host.health().asleep
+    odd_host.wake()
+    assert len(odd_host.generate(scripted_requests(1, tag="awake"))[0].tokens) == 24

@@ -32,12 +32,12 @@ def test_an_update_changes_the_text_on_every_host_and_names_its_version(start):
     assert client.update_weights(scripted_weights(1), 1) == 1, "the live version sent again is answered"
     with pytest.raises(WeightUpdateError, match="not newer"):
         client.update_weights(scripted_weights(2), 1)
-    assert client.update_weights(scripted_weights(2), 2) == 2
+    assert client.update_weights(scripted_weights(2, dtype=torch.float32), 2) == 2
+    assert versions_of(client.generate(requests)) == {2}
 
 
 @pytest.mark.parametrize("where", ["refuse_stage", "other_shape", "missing", "extra", "nan"])
 def test_an_update_refused_by_one_host_leaves_the_old_version_on_all(where, two_hosts, start):
-    spec = ScriptedSpec()
     state = scripted_weights(3)
     client = two_hosts
     if where == "refuse_stage":
@@ -59,7 +59,6 @@ def test_an_update_refused_by_one_host_leaves_the_old_version_on_all(where, two_
     assert versions_of(after) == {0}
     assert {h.policy_version for h in client.health().hosts} == {0}
     assert [h.restarts for h in client.health().hosts] == [0, 0]
-    del spec
 
 
 def test_a_host_that_fails_to_switch_after_all_agreed_is_replaced_by_one_that_has(start, wait_until):
@@ -71,26 +70,21 @@ def test_a_host_that_fails_to_switch_after_all_agreed_is_replaced_by_one_that_ha
     assert versions_of(client.generate(scripted_requests(6, tag="switch"))) == {4}
 
 
-def test_float32_weights_travel_too(two_hosts):
-    state = scripted_weights(11, dtype=torch.float32)
-    assert two_hosts.update_weights(state, 11) == 11
-    completions = two_hosts.generate(scripted_requests(4, tag="fp32"))
-    assert versions_of(completions) == {11}
-
-
-@pytest.mark.parametrize(("mode", "expected"), [("drain", {0}), ("keep", {0, 1}), ("abort", {0})])
-def test_what_runs_during_an_update_follows_the_mode(mode, expected, start, wait_until):
-    client = start(ScriptedSpec(faults=Faults(round_s=0.01), max_batch=4))
+@pytest.mark.parametrize("mode", ["drain", "keep", "abort"])
+def test_what_runs_during_an_update_follows_the_mode(mode, slow_host, wait_until):
+    client = slow_host
+    client.take_records()
+    old = client.health().policy_version
     requests = scripted_requests(6, tokens=100, tag="mode")
     answer = []
     call = threading.Thread(target=lambda: answer.extend(client.generate(requests)))
     call.start()
     wait_until(lambda: sum(r.facts.committed for r in client.take_records()) > 8)
-    assert client.update_weights(scripted_weights(1), 1, in_flight=mode) == 1
+    assert client.update_weights(scripted_weights(1), old + 1, in_flight=mode) == old + 1
     call.join(30)
     running, waiting = answer[:4], answer[4:]
-    assert versions_of(running) == expected
-    assert versions_of(waiting) == {1}, "requests that had not begun run on the new version"
+    assert versions_of(running) == ({old, old + 1} if mode == "keep" else {old})
+    assert versions_of(waiting) == {old + 1}, "requests that had not begun run on the new version"
     assert {c.finish_reason for c in running} == {"aborted" if mode == "abort" else "length"}
 
 

@@ -1,0 +1,272 @@
+"""The engine loop alone: no Ray, no thread but the test's own, a clock the test moves."""
+
+import pytest
+
+from controller.types import RoundLoad, SequenceLoad
+from controller.watchdog import WatchdogAction
+from rollout.errors import EngineCrashError, UnsupportedError, WeightUpdateError
+from rollout.policy.weights import manifest
+from rollout.service.loop import EngineLoop, next_turn
+from rollout.testing_engine import ECHO, Faults, ScriptedSpec, scripted_requests, scripted_weights
+
+
+class Driven:
+    """A loop that is turned by hand."""
+
+    def __init__(self, spec=None, **settings):
+        self.now_s = 0.0
+        self.events = []
+        self.engine, self.controller = (spec or ScriptedSpec()).build()
+        self.loop = EngineLoop(
+            self.engine,
+            self.controller,
+            host="local",
+            deliver=self.events.append,
+            clock=lambda: self.now_s,
+            **settings,
+        )
+
+    def do(self, future):
+        """Turn once and return what a posted command gave."""
+        self.loop.turn()
+        return future.result(timeout=0)
+
+    def turns(self, count):
+        return [self.loop.turn() for _ in range(count)]
+
+    @property
+    def completions(self):
+        return [c for e in self.events for c in e.completions]
+
+    def tokens_of(self, key):
+        return [t for e in self.events for m in e.emissions if m.key == key for t in m.tokens]
+
+
+def load(*, sequences=0, prefill=0, waiting=0):
+    running = tuple(
+        SequenceLoad(key=i, context_tokens=3, generated_tokens=0, remaining_tokens=5)
+        for i in range(sequences)
+    )
+    return RoundLoad(
+        round_index=0, policy_version=0, sequences=running, prefill_tokens=prefill, waiting=waiting
+    )
+
+
+def test_a_turn_is_decided_from_the_load_alone():
+    def decide(*, halted=False, admitting=True, **what):
+        return next_turn(load(**what), halted=halted, admitting=admitting)
+
+    assert decide(sequences=1) == "round"
+    assert decide(prefill=4) == "round"
+    assert decide(sequences=1, halted=True) == "wait"
+    assert decide(waiting=2, admitting=False) == "wait"
+    assert decide(waiting=2) == "stuck"
+    assert decide() == "wait"
+
+
+def test_emissions_are_the_completions_tokens_in_order():
+    driven = Driven(ScriptedSpec(gamma=2))
+    requests = scripted_requests(3, tokens=11)
+    driven.loop.add(requests)
+    driven.turns(8)
+    assert [c.finish_reason for c in driven.completions] == ["length"] * 3
+    for completion in driven.completions:
+        key = (completion.prompt_uid, completion.sample_index)
+        assert tuple(driven.tokens_of(key)) == completion.tokens
+    assert driven.controller.observed == driven.loop.status().rounds
+
+
+def test_a_bad_request_is_refused_alone():
+    driven = Driven()
+    good, bad = scripted_requests(2, tokens=2)
+    bad = type(bad)(prompt_uid="bad", sample_index=0, prompt_ids=(999,), params=bad.params, seed=1)
+    driven.loop.add([bad, good])
+    driven.turns(4)
+    by_uid = {c.prompt_uid: c for c in driven.completions}
+    assert by_uid["bad"].error.startswith("TokenRangeError")
+    assert by_uid["p0"].finish_reason == "length"
+
+
+def test_a_round_without_progress_fails_its_requests_and_ends_all_rounds():
+    driven = Driven(ScriptedSpec(faults=Faults(stall_at_round=3)))
+    driven.loop.add(scripted_requests(2))
+    driven.turns(6)
+    assert [c.error.split(":")[0] for c in driven.completions] == ["NoProgressError"] * 2
+    assert all(len(c.tokens) == 2 for c in driven.completions)
+    status = driven.loop.status()
+    assert (status.state, status.live, status.rounds) == ("crashed", 0, 4)
+
+
+def test_a_crash_is_told_once_and_later_requests_are_not_taken():
+    driven = Driven(ScriptedSpec(faults=Faults(raise_at_round=1)))
+    driven.loop.add(scripted_requests(1))
+    driven.turns(4)
+    assert [e.crashed for e in driven.events if e.crashed] == [
+        "RuntimeError: the scripted engine was told to fail in round 1"
+    ]
+    late = driven.loop.add(scripted_requests(1, tag="late"))
+    with pytest.raises(EngineCrashError, match="told to fail"):
+        driven.do(late)
+    assert len(driven.completions) == 1
+
+
+def test_a_deadline_is_kept_at_the_next_boundary_also_while_paused():
+    driven = Driven()
+    request = scripted_requests(1, tokens=100)[0]
+    hurried = type(request)(
+        prompt_uid="h",
+        sample_index=0,
+        prompt_ids=request.prompt_ids,
+        params=request.params,
+        seed=1,
+        deadline_s=5.0,
+    )
+    driven.loop.add([request, hurried])
+    driven.turns(4)
+    driven.do(driven.loop.pause())
+    driven.now_s = 4.9
+    driven.turns(1)
+    assert driven.completions == []
+    driven.now_s = 5.0
+    driven.turns(1)
+    (ended,) = driven.completions
+    assert (ended.prompt_uid, ended.finish_reason, len(ended.tokens)) == ("h", "aborted", 3)
+    assert ended.error == "DeadlineError: 5.0 s passed"
+
+
+def test_a_paused_loop_runs_no_round_and_still_aborts():
+    driven = Driven()
+    requests = scripted_requests(2)
+    driven.loop.add(requests)
+    driven.turns(3)
+    driven.do(driven.loop.pause())
+    assert driven.turns(3) == [False] * 3
+    assert driven.do(driven.loop.abort({requests[0].key: 0}, "enough")) == 1
+    assert driven.do(driven.loop.abort({requests[0].key: 0}, "enough")) == 0
+    driven.do(driven.loop.resume())
+    driven.turns(30)
+    assert [c.finish_reason for c in driven.completions] == ["aborted", "length"]
+
+
+def test_an_abort_meant_for_an_older_attempt_leaves_the_later_one_alone():
+    driven = Driven()
+    first = scripted_requests(1)[0]
+    again = type(first)(
+        prompt_uid=first.prompt_uid,
+        sample_index=0,
+        prompt_ids=first.prompt_ids,
+        params=first.params,
+        seed=first.seed,
+        attempt=1,
+    )
+    driven.do(driven.loop.add([first]))
+    driven.do(driven.loop.add([again]))
+    assert driven.do(driven.loop.abort({first.key: 0}, "late word")) == 0
+    driven.turns(30)
+    assert [(c.attempt, c.finish_reason) for c in driven.completions] == [(0, "aborted"), (1, "length")]
+
+
+def begin(driven, state, version, mode="drain"):
+    driven.do(driven.loop.begin_update(manifest(state, version), mode))
+    driven.do(driven.loop.stage(list(state.items())))
+    driven.do(driven.loop.check_update())
+
+
+def test_a_drain_waits_for_what_runs_and_holds_what_waits():
+    driven = Driven(ScriptedSpec(max_batch=2))
+    driven.do(driven.loop.add(scripted_requests(3, tokens=12)))
+    driven.turns(1)
+    begin(driven, scripted_weights(1), 1)
+    drained = driven.loop.drained()
+    driven.turns(5)
+    assert not drained.done()
+    driven.turns(10)
+    assert drained.done()
+    assert len(driven.completions) == 2
+    assert driven.turns(3) == [False] * 3
+    assert driven.do(driven.loop.commit_update()) == 1
+    assert (driven.controller.versions, driven.controller.built[-1]) == ([1], (ECHO, 1))
+    driven.turns(20)
+    assert [{t.policy_version for t in c.tokens} for c in driven.completions] == [{0}, {0}, {1}]
+
+
+def test_a_discarded_update_changes_nothing_and_frees_who_waits_for_it():
+    driven = Driven()
+    driven.do(driven.loop.add(scripted_requests(2)))
+    begin(driven, scripted_weights(1), 1)
+    drained = driven.loop.drained()
+    driven.turns(1)
+    driven.do(driven.loop.discard_update())
+    driven.do(driven.loop.discard_update())
+    with pytest.raises(WeightUpdateError, match="discarded"):
+        drained.result(timeout=0)
+    with pytest.raises(WeightUpdateError, match="no update is open"):
+        driven.do(driven.loop.commit_update())
+    driven.turns(30)
+    assert {t.policy_version for c in driven.completions for t in c.tokens} == {0}
+
+
+def test_a_drain_of_a_paused_engine_is_refused_instead_of_waited_for():
+    driven = Driven()
+    driven.do(driven.loop.add(scripted_requests(1)))
+    driven.do(driven.loop.pause())
+    begin(driven, scripted_weights(1), 1)
+    with pytest.raises(WeightUpdateError, match="resume it first"):
+        driven.do(driven.loop.drained())
+
+
+def test_an_update_with_other_bytes_than_announced_is_refused():
+    driven = Driven()
+    state = scripted_weights(1)
+    driven.do(driven.loop.begin_update(manifest(scripted_weights(2), 2), "drain"))
+    driven.do(driven.loop.stage(list(state.items())))
+    with pytest.raises(WeightUpdateError, match="checksum"):
+        driven.do(driven.loop.check_update())
+    assert driven.loop.status().policy_version == 0
+    begin(driven, state, 3)
+    assert driven.do(driven.loop.commit_update()) == 3
+
+
+def test_a_mode_the_engine_lacks_is_refused_by_name():
+    driven = Driven()
+    with pytest.raises(UnsupportedError, match="offers drain, abort, keep"):
+        driven.do(driven.loop.begin_update(manifest(scripted_weights(1), 1), "recompute"))
+
+
+def test_a_sleeping_engine_is_refused_while_requests_live():
+    driven = Driven(ScriptedSpec(can_sleep=True))
+    driven.do(driven.loop.add(scripted_requests(1)))
+    with pytest.raises(UnsupportedError, match="1 requests are alive"):
+        driven.do(driven.loop.sleep())
+    driven.turns(40)
+    driven.do(driven.loop.sleep())
+    assert driven.loop.status().state == "asleep"
+    driven.do(driven.loop.wake())
+    assert driven.loop.status().state == "running"
+
+
+def test_a_drafter_the_watchdog_gave_up_is_rebuilt_and_the_controller_told():
+    driven = Driven()
+    driven.controller.actions.append(WatchdogAction(drafter=ECHO, action="rebuild", reason="test"))
+    driven.do(driven.loop.add(scripted_requests(1)))
+    assert driven.engine.rebuilds == 1
+    assert driven.controller.built == [(ECHO, 0), (ECHO, 0)]
+
+
+def test_round_records_are_bounded_and_the_dropped_are_counted():
+    driven = Driven(record_limit=5)
+    driven.loop.add(scripted_requests(1, tokens=20))
+    driven.turns(12)
+    records = driven.loop.take_records()
+    assert [r.facts.round_index for r in records] == [7, 8, 9, 10, 11]
+    assert driven.loop.status().records_dropped == 7
+    assert driven.loop.take_records() == []
+
+
+def test_closing_ends_what_is_alive_as_aborted():
+    driven = Driven()
+    driven.do(driven.loop.add(scripted_requests(2)))
+    driven.turns(2)
+    driven.do(driven.loop.close())
+    assert [c.error for c in driven.completions] == ["AbortedError: the host was closed"] * 2
+    assert driven.loop.status().state == "closed"
