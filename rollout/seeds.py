@@ -9,7 +9,7 @@ def sample_seed(*, run_seed: int, trainer_step: int, prompt_uid: str, sample_ind
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def round_seed(seed: int, round_index: int) -> int:
-    """Return the seed of one round of one sample, for noise that must not repeat over rounds."""
-    digest = blake2b(f"{seed}/round/{round_index}".encode(), digest_size=8).digest()
+def round_seed(seed: int, length: int) -> int:
+    """Return the seed of the round a sample starts at ``length`` tokens, for noise that must not repeat."""
+    digest = blake2b(f"{seed}/round/{length}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

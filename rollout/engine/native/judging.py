@@ -16,6 +16,7 @@ from rollout.engine.native.view import noise_seed
 from rollout.engine.native.work import Work
 from rollout.engine.target import Choice, Chooser, TargetRow
 from rollout.engine.verify import (
+    Decisions,
     NoiseDecisions,
     SampledVerdict,
     Verdict,
@@ -24,7 +25,6 @@ from rollout.engine.verify import (
     verify_token,
 )
 from rollout.errors import NumericError
-from rollout.seeds import round_seed
 
 NOT_FINITE = Choice(
     token=-1,
@@ -52,12 +52,24 @@ class _Span:
         return range(self.start, self.start + len(self.rows))
 
 
+DecisionsOf = Callable[[LiveSequence], Decisions]
+"""The randomness of one sequence's round in block and token mode."""
+
+
+def noise_decisions(sequence: LiveSequence) -> Decisions:
+    """Return decisions from noise that belongs to the sequence's current round."""
+    return NoiseDecisions(seed=sequence.round_seed, position=len(sequence.tokens))
+
+
 class Judge:
     """Applies one verification mode. Keeps no state between rounds."""
 
-    def __init__(self, chooser: Chooser, mode: VerifyMode) -> None:
+    def __init__(
+        self, chooser: Chooser, mode: VerifyMode, decisions_of: DecisionsOf = noise_decisions
+    ) -> None:
         self._chooser = chooser
         self._mode = mode
+        self._decisions_of = decisions_of
 
     def judge(self, work: Work, logits_RV: Tensor) -> list[Verdict]:
         """Return one verdict per sequence of ``work.choosing``; ``logits_RV`` holds their rows in order."""
@@ -76,8 +88,7 @@ class Judge:
             drafted = work.drafts_of(sequence)
             seed = noise_seed(sequence, self._mode)
             rows = [
-                sequence.target_row(drafted.tokens[:i], round_seed=seed)
-                for i in range(len(drafted.tokens) + 1)
+                sequence.target_row(drafted.tokens[:i], seed=seed) for i in range(len(drafted.tokens) + 1)
             ]
             spans.append(
                 _Span(sequence=sequence, drafts=drafted.tokens, probs=drafted.probs, start=start, rows=rows)
@@ -111,7 +122,7 @@ class Judge:
             here = slice(at, at + len(span.rows))
             at += len(span.rows)
             try:
-                sampled = rule(span.drafts, probs_RV[here], span.probs, _decisions(span.sequence))
+                sampled = rule(span.drafts, probs_RV[here], span.probs, self._decisions_of(span.sequence))
             except NumericError:
                 verdicts.append((span.start, Verdict(accepted=0, tokens=[(NOT_FINITE, "plain")])))
                 continue
@@ -124,8 +135,3 @@ class Judge:
         choices = self._chooser.score(logits_RV[: len(tokens)], span.rows[: len(tokens)], tokens)
         origins = [origin for _, origin in sampled.tokens]
         return Verdict(accepted=sampled.accepted, tokens=list(zip(choices, origins, strict=True)))
-
-
-def _decisions(sequence: LiveSequence) -> NoiseDecisions:
-    seed = round_seed(sequence.request.seed, sequence.rounds)
-    return NoiseDecisions(seed=seed, position=len(sequence.tokens))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rollout.engine.target import TargetRow
+from rollout.seeds import round_seed
 from rollout.types import Completion, FinishReason, Provenance, Request, SamplingParams, TokenRecord
 
 
@@ -73,10 +74,16 @@ class LiveSequence:
         """Most tokens it may still commit."""
         return self.max_new_tokens - self.new_tokens
 
-    def target_row(self, drafts: list[int], *, round_seed: int | None) -> TargetRow:
+    @property
+    def round_seed(self) -> int:
+        """Seed of noise that must not repeat over rounds: a round always moves the length it is keyed by,
+        and a resumed prefix continues where the earlier attempt stood."""
+        return round_seed(self.request.seed, len(self.tokens))
+
+    def target_row(self, drafts: list[int], *, seed: int | None) -> TargetRow:
         """Return what shapes the choice of the token after ``tokens + drafts``.
 
-        ``round_seed`` replaces the request's seed where noise must not repeat over rounds.
+        ``seed`` replaces the request's seed where noise must not repeat over rounds.
         """
         params = self.params
         counts: Counter[int] = self.output_counts
@@ -86,7 +93,7 @@ class LiveSequence:
         if self.new_tokens + len(drafts) < params.min_tokens:
             banned = tuple(sorted(self.stop_ids | self.eos_ids))
         return TargetRow(
-            seed=self.request.seed if round_seed is None else round_seed,
+            seed=self.request.seed if seed is None else seed,
             position=len(self.tokens) + len(drafts),
             params=params,
             output_counts=counts,

@@ -13,7 +13,6 @@ from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Chooser
-from rollout.seeds import round_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +32,7 @@ def noise_seed(sequence: LiveSequence, verify: VerifyMode) -> int | None:
     Coupled noise belongs to the position alone. In block and token mode a rejected draft's noise has been
     looked at, so drawing that position again needs fresh noise: the round is part of the key.
     """
-    return None if verify == "coupled" else round_seed(sequence.request.seed, sequence.rounds)
+    return None if verify == "coupled" else sequence.round_seed
 
 
 class NativePolicyView:
@@ -76,7 +75,7 @@ class NativeDraftModel:
         )
         logits_RV = self.decoder.forward(batch, state.storage).logits_RV
         rows = [
-            s.target_row(list(d), round_seed=noise_seed(s, state.verify))
+            s.target_row(list(d), seed=noise_seed(s, state.verify))
             for s, d in zip(sequences, drafts, strict=True)
         ]
         coupled = state.verify == "coupled"
