@@ -4,9 +4,9 @@ import logging
 import os
 
 import torch
-from drafters.registry import build as build_drafter
 
 from drafters.config import DrafterConfig
+from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.chooser_compiled import CompiledChooser
 from rollout.engine.chooser_torch import TorchChooser
