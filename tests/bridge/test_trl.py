@@ -141,6 +141,10 @@ def test_three_steps_hand_over_exact_ids_in_order_and_push_once_per_step(tmp_pat
     assert stopped == {"stop", "length"}, "the policy was to end some samples itself and be cut at others"
     drafted = sum(c.provenance.drafted for c in made.client.completions if c.provenance)
     assert drafted > 0
+    texts = [made.tokenizer.decode(c.token_ids) for c in made.client.completions]
+    again = [tuple(made.tokenizer(text)["input_ids"]) for text in texts]
+    differing = sum(a != c.token_ids for a, c in zip(again, made.client.completions, strict=True))
+    assert differing > 0, "some ids do not survive a trip through text, and were handed over all the same"
 
 
 def test_rewards_see_the_policy_version_and_what_drafts_did(tmp_path: Path) -> None:
@@ -271,6 +275,7 @@ def test_a_whole_job_trains_on_the_task_and_sums_itself_up(tmp_path: Path) -> No
             "num_generations": 2,
             "max_new_tokens": 8,
             "trainable_layers": 1,
+            "samples_per_pass": 1,
             "save_policy": True,
         },
         output_dir=str(folder),
