@@ -2,7 +2,7 @@
 # All checks and tests, after the same set-up as the quickstart. Exit code 0: everything passed.
 #
 #   bash scripts/test.sh              everything
-#   bash scripts/test.sh GROUP ...    some of: lint types layers unit lossless service bridge wheel
+#   bash scripts/test.sh GROUP ...    some of: lint types layers wheel unit slow lossless service bridge
 #
 # Every group runs even when an earlier one failed, so that one run shows all there is to mend.
 set -uo pipefail
@@ -12,7 +12,8 @@ bash scripts/setup.sh trl,dev || exit 1
 
 BIN="$ROOT/.venv/bin"
 UNIT_BUDGET_S=60
-ALL=(lint types layers wheel unit lossless service bridge)
+ALL=(lint types layers wheel unit slow lossless service bridge)
+PYTEST_GROUPS=(unit slow lossless service bridge)
 GROUPS_WANTED=("${@:-${ALL[@]}}")
 LOGS="$(mktemp -d)"
 trap 'rm -rf "$LOGS"' EXIT
@@ -32,20 +33,22 @@ run_wheel() {
 }
 run_unit() {
   local started=$SECONDS
-  tests unit tests/unit || return 1
+  tests unit tests/unit -m "not slow" || return 1
   if ((SECONDS - started > UNIT_BUDGET_S)); then
     echo "unit tests took $((SECONDS - started)) s; their budget is $UNIT_BUDGET_S s"
     return 1
   fi
 }
+run_slow() { tests slow tests/unit -m slow; }
 run_lossless() { tests lossless tests/lossless; }
 run_service() { tests service tests/service; }
 run_bridge() { tests bridge tests/bridge; }
 
-# Runs pytest on a folder and keeps its summary for the end.
+# Runs pytest and keeps its summary for the end.
 tests() {
-  local name="$1" folder="$2"
-  "$BIN/python" -m pytest "$folder" --durations=5 -q 2>&1 | tee "$LOGS/$name.log"
+  local name="$1"
+  shift
+  "$BIN/python" -m pytest "$@" --durations=5 -q 2>&1 | tee "$LOGS/$name.log"
   return "${PIPESTATUS[0]}"
 }
 
@@ -65,7 +68,7 @@ printf 'time: %s; in all %d s\n' "$(IFS=,; echo "${TIMES[*]}")" "$((SECONDS - ST
 echo "skipped, and why:"
 grep -h '^SKIPPED' "$LOGS"/*.log 2>/dev/null | sort -u | sed 's/^/  /' || true
 grep -qh '^SKIPPED' "$LOGS"/*.log 2>/dev/null || echo "  nothing"
-for group in unit lossless service bridge; do
+for group in "${PYTEST_GROUPS[@]}"; do
   [ -e "$LOGS/$group.log" ] && printf '%s: %s\n' "$group" "$(tail -n 1 "$LOGS/$group.log")"
 done
 if ((${#FAILED[@]})); then

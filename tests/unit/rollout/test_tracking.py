@@ -25,7 +25,6 @@ from controller.types import (
 from rollout.config import TrackerConfig
 from rollout.errors import ConfigError
 from rollout.jobs.config import JobConfig
-from rollout.service.records import RoundRecord
 from rollout.tracking.jsonl import JsonlTracker, read_jsonl
 from rollout.tracking.opening import open_tracker
 from rollout.tracking.recorder import RolloutRecorder, round_record
@@ -72,7 +71,10 @@ def facts(*outcomes: SequenceOutcome, index: int = 0, total_s: float = 0.1, vers
     )
 
 
-def record(*outcomes: SequenceOutcome, host: str = "host-0", index: int = 0) -> RoundRecord:
+def record(*outcomes: SequenceOutcome, host: str = "host-0", index: int = 0) -> Any:
+    # Here, because spawned processes import this file and have no use for torch.
+    from rollout.service.records import RoundRecord
+
     assignments = {
         o.key: Assignment(drafter=o.drafter, gamma=o.gamma) if o.gamma else AR_ASSIGNMENT for o in outcomes
     }
