@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
+from trainers_bridge.contract import training_params
 
 MAX_NEW_TOKENS = 96
 """Longest completion a training run asks for. The trainer pads every sample of a pass to the longest one,
@@ -124,6 +125,7 @@ class TrainerConfig:
                 f"trainer.samples_per_pass must divide the {self.samples_per_step} samples of a step, "
                 f"got {self.samples_per_pass}"
             )
+        training_params(self)
 
     @property
     def samples_per_step(self) -> int:

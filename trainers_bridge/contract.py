@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rollout.errors import RolloutError, SamplingParamsError
+from rollout.errors import ConfigError, RolloutError, SamplingParamsError
 from rollout.types import Completion, Request, SamplingParams
-from trainers_bridge.config import TrainerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollout.service.records import RoundRecord
+    from trainers_bridge.config import TrainerConfig
 
 LOGPROB_CONVENTION: Literal["scaled"] = "scaled"
 """Natural logs, temperature only, full vocabulary: ``TokenRecord.scaled_logprob``."""
@@ -37,7 +37,7 @@ FILTERS = ("top_p", "top_k", "min_p")
 """Parameters that only cut the distribution: the trainer's ratio stays defined, the law differs."""
 
 
-class UnreproducibleSamplingError(RolloutError):
+class UnreproducibleSamplingError(ConfigError):
     """A sampling parameter is set that the trainer cannot recompute; the message names it."""
 
 
@@ -72,29 +72,30 @@ class RolloutClient(Protocol):
         ...
 
 
-def training_params(config: TrainerConfig) -> SamplingParams:
-    """Return the sampling parameters of a training run. Raises for what cannot be trained on."""
-    own = sorted({"temperature", "max_tokens"} & set(config.sampling))
-    if own:
-        better = {"temperature": "trainer.temperature", "max_tokens": "trainer.max_new_tokens"}
-        raise SamplingParamsError(f"trainer.sampling.{own[0]}: set {better[own[0]]} instead")
+def training_params(config: "TrainerConfig") -> SamplingParams:
+    """Return the sampling parameters of a training run. Raises ``ConfigError`` for what is wrong and
+    ``UnreproducibleSamplingError`` for what cannot be trained on; both name the setting in full."""
+    better = {"temperature": "trainer.temperature", "max_tokens": "trainer.max_new_tokens"}
+    for name, instead in better.items():
+        if name in config.sampling:
+            raise ConfigError(f"trainer.sampling.{name}: set {instead} instead")
     try:
         params = SamplingParams.from_mapping(
             {**config.sampling, "temperature": config.temperature, "max_tokens": config.max_new_tokens}
         )
     except SamplingParamsError as error:
-        raise SamplingParamsError(f"trainer.sampling: {error}") from error
-    check_params(params, allow_filters=config.allow_filters)
+        raise ConfigError(f"trainer.sampling: {error}") from error
+    check_params(params, allow_filters=config.allow_filters, path="trainer.sampling.")
     return params
 
 
-def check_params(params: SamplingParams, *, allow_filters: bool) -> None:
+def check_params(params: SamplingParams, *, allow_filters: bool, path: str = "") -> None:
     """Raise ``UnreproducibleSamplingError`` naming every parameter a trainer could not recompute."""
     neutral = SamplingParams()
 
     def changed(names: Sequence[str]) -> list[str]:
         values = [(n, getattr(params, n)) for n in names]
-        return [f"{n}={v!r}" for n, v in values if v != getattr(neutral, n)]
+        return [f"{path}{n}={v!r}" for n, v in values if v != getattr(neutral, n)]
 
     problems = [f"{what}: the trainer cannot recompute it" for what in changed(NEVER_REPRODUCED)]
     if not allow_filters:
@@ -103,7 +104,7 @@ def check_params(params: SamplingParams, *, allow_filters: bool) -> None:
             for what in changed(FILTERS)
         ]
     if params.temperature == 0:
-        problems.append("temperature=0: greedy text has no logprobs to train on")
+        problems.append(f"{path}temperature=0: greedy text has no logprobs to train on")
     if problems:
         raise UnreproducibleSamplingError("; ".join(problems))
 

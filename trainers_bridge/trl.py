@@ -31,7 +31,7 @@ from rollout.tracking.jsonl import read_jsonl
 from rollout.tracking.recorder import COMPLETIONS, ROUNDS
 from rollout.tracking.tracker import Tracker
 from trainers_bridge.config import TaskConfig, TrainerConfig
-from trainers_bridge.contract import IncompleteRolloutError, RolloutClient, training_params
+from trainers_bridge.contract import IncompleteRolloutError, RolloutClient
 from trainers_bridge.rollouts import TrainerRollouts
 from trainers_bridge.summary import StepResult, summarize
 from trainers_bridge.tasks.registry import Task, build_task
@@ -120,7 +120,6 @@ def settings_of(job: JobConfig) -> tuple[TrainerConfig, Task]:
         config = replace(config, weights_dtype=dtype)
         log.info("trainer.weights_dtype: auto -> %s", dtype)
     config = replace(config, seed=seed)
-    training_params(config)
     asked = load_config(job.task, TaskConfig, path="task")
     if asked.prompts < config.prompts_per_step:
         least = config.prompts_per_step

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import SamplingParamsError
+from rollout.errors import ConfigError
+from rollout.settings import load_config
 from rollout.types import Completion, Request, SamplingParams, TokenRecord
 from trainers_bridge.config import TrainerConfig
 from trainers_bridge.contract import (
@@ -86,11 +87,13 @@ def test_training_params_come_from_the_trainers_settings() -> None:
         ({"max_tokens": 5}, r"trainer\.sampling\.max_tokens"),
         ({"topp": 0.5}, r"trainer\.sampling: unknown sampling parameter topp"),
         ({"top_p": 0.0}, r"trainer\.sampling: top_p"),
+        ({"top_p": 0.8}, r"trainer\.sampling\.top_p=0\.8: .* trainer\.allow_filters"),
+        ({"min_tokens": 3}, r"trainer\.sampling\.min_tokens=3"),
     ],
 )
 def test_wrong_sampling_settings_are_refused_with_their_path(sampling: dict[str, Any], message: str) -> None:
-    with pytest.raises(SamplingParamsError, match=message):
-        training_params(TrainerConfig(sampling=sampling))
+    with pytest.raises(ConfigError, match=message):
+        load_config({"sampling": sampling}, TrainerConfig, path="trainer")
 
 
 def test_the_scaled_logprobs_are_handed_over() -> None:
