@@ -6,7 +6,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,12 +27,13 @@ from rollout.engine.native.committer import Committed, Committer
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.door import admit_request
 from rollout.engine.native.drafting import Drafting
-from rollout.engine.native.judging import Judge
+from rollout.engine.native.judging import DecisionsOf, Judge, noise_decisions
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
 from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
@@ -63,6 +64,7 @@ class NativeEngine:
         policy_version: int,
         weights_checksum: str,
         host: str = "local",
+        decisions_of: DecisionsOf = noise_decisions,
     ) -> None:
         self.policy_version = policy_version
         self.host = host
@@ -87,7 +89,7 @@ class NativeEngine:
             chooser=chooser,
             verify=config.verify,
         )
-        self._judge = Judge(chooser, config.verify)
+        self._judge = Judge(chooser, config.verify, decisions_of)
         self.fingerprint = self._fingerprint(weights_checksum)
         self._committer = Committer(
             self._scheduler,
@@ -358,6 +360,10 @@ class NativeEngine:
             context_tokens=context_tokens,
             sequences=sequences or rows,
         )
+
+    def logits_after(self, tokens: Sequence[int]) -> Tensor:
+        """Return the policy's logits (V,) after ``tokens``, computed alone. Raises ``CapacityError``."""
+        return logits_after(self._decoder, self._state.storage, self._scheduler.pool, tokens)
 
     def _decoder_of(self, part: str) -> Decoder:
         if part == POLICY:
