@@ -2,12 +2,13 @@
 
 import logging
 import time
+from pathlib import Path
 
 from rollout.jobs.config import JobConfig
 from rollout.jobs.door import bridge
 from rollout.progress import Progress
 from rollout.settings import to_plain
-from rollout.tracking.opening import open_tracker
+from rollout.tracking.opening import RunIdentity, open_tracker
 from rollout.tracking.recorder import EVENTS
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,10 @@ def main(job: JobConfig) -> int:
     from rollout.service.factory import EngineSpec
 
     spec = EngineSpec(policy=job.policy, engine=job.engine, drafter=job.drafter, controller=job.controller)
-    tracker = open_tracker(job)
+    if job.output_dir is None or job.run_id is None:
+        raise ValueError("open the run's folder before its jobs")
+    run = RunIdentity(folder=Path(job.output_dir), run_id=job.run_id, settings=to_plain(job))
+    tracker = open_tracker(job.tracker, run)
     try:
         with Progress(f"policy {job.policy.source}"):
             resolve(job.policy)  # once here, so that hosts starting together find it made

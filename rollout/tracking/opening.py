@@ -1,63 +1,67 @@
-"""Opens the tracker a job asks for: the journal always, one backend beside it. Backends import themselves."""
+"""Opens the tracker a run asks for: the journal always, one backend beside it. Backends import themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rollout.config import TrackerConfig
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
-from rollout.settings import to_plain
 from rollout.tracking.jsonl import JsonlTracker
 from rollout.tracking.tracker import Tracker, Trackers
 
 
-def open_tracker(job: JobConfig) -> Tracker:
-    """Return the one writer of ``job``'s run, appending if the folder already holds it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """What a backend may know of the run it shows."""
 
-    The job's folder must be open (``output_dir`` and ``run_id`` known). Raises ``ConfigError``.
-    """
-    if job.output_dir is None or job.run_id is None:
-        raise ValueError("open the run's folder before its tracker")
-    folder = Path(job.output_dir)
+    folder: Path
+    run_id: str
+    settings: Mapping[str, Any]
+    """The whole job's, as plain data."""
+
+
+def open_tracker(config: TrackerConfig, run: RunIdentity) -> Tracker:
+    """Return the one writer of ``run``, appending if its folder already holds it. Raises ``ConfigError``."""
     try:
-        backend = BACKENDS[job.tracker.kind](job, folder)
-        exports = [_parquet(folder)] if job.tracker.parquet else []
+        backend = BACKENDS[config.kind](config, run)
+        exports = [_parquet(run.folder)] if config.parquet else []
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"tracker: {job.tracker.kind!r} needs the package {error.name!r}; install taildraft[report]"
+            f"tracker: {config.kind!r} needs the package {error.name!r}; install taildraft[report]"
         ) from error
-    return Trackers([JsonlTracker(folder, run_id=job.run_id), *backend, *exports])
+    return Trackers([JsonlTracker(run.folder, run_id=run.run_id), *backend, *exports])
 
 
-def _none(job: JobConfig, folder: Path) -> list[Tracker]:
+def _none(config: TrackerConfig, run: RunIdentity) -> list[Tracker]:
     return []
 
 
-def _wandb(job: JobConfig, folder: Path) -> list[Tracker]:
+def _wandb(config: TrackerConfig, run: RunIdentity) -> list[Tracker]:
     from rollout.tracking.wandb_run import WandbTracker
 
-    settings = job.tracker
     return [
         WandbTracker(
-            folder,
-            project=settings.project,
-            name=settings.name,
-            run_id=str(job.run_id),
-            offline=settings.offline,
-            config=to_plain(job),
+            run.folder,
+            project=config.project,
+            name=config.name,
+            run_id=run.run_id,
+            offline=config.offline,
+            config=run.settings,
         )
     ]
 
 
-def _trackio(job: JobConfig, folder: Path) -> list[Tracker]:
+def _trackio(config: TrackerConfig, run: RunIdentity) -> list[Tracker]:
     from rollout.tracking.trackio_run import TrackioTracker
 
-    return [TrackioTracker(project=job.tracker.project, run_id=str(job.run_id), config=to_plain(job))]
+    return [TrackioTracker(project=config.project, run_id=run.run_id, config=run.settings)]
 
 
-def _tensorboard(job: JobConfig, folder: Path) -> list[Tracker]:
+def _tensorboard(config: TrackerConfig, run: RunIdentity) -> list[Tracker]:
     from rollout.tracking.tensorboard_run import TensorboardTracker
 
-    return [TensorboardTracker(folder)]
+    return [TensorboardTracker(run.folder)]
 
 
 def _parquet(folder: Path) -> Tracker:
@@ -66,7 +70,7 @@ def _parquet(folder: Path) -> Tracker:
     return ParquetExport(folder)
 
 
-BACKENDS: dict[str, Callable[[JobConfig, Path], list[Tracker]]] = {
+BACKENDS: dict[str, Callable[[TrackerConfig, RunIdentity], list[Tracker]]] = {
     "jsonl": _none,
     "wandb": _wandb,
     "trackio": _trackio,

@@ -24,9 +24,8 @@ from controller.types import (
 )
 from rollout.config import TrackerConfig
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
 from rollout.tracking.jsonl import JsonlTracker, read_jsonl
-from rollout.tracking.opening import open_tracker
+from rollout.tracking.opening import RunIdentity, open_tracker
 from rollout.tracking.recorder import RolloutRecorder, round_record
 from rollout.tracking.reduce import (
     AcceptanceCounts,
@@ -35,7 +34,7 @@ from rollout.tracking.reduce import (
     round_gauges,
     slowest_build_s,
 )
-from rollout.tracking.tracker import Trackers
+from rollout.tracking.tracker import Tracker, Trackers
 from rollout.types import Completion, Provenance, TokenRecord
 
 
@@ -387,8 +386,9 @@ def _misuse(tracker: JsonlTracker, told: Any) -> None:
         told.put(str(error))
 
 
-def _journal_job(tmp_path: Path, kind: Any, **more: Any) -> JobConfig:
-    return JobConfig(output_dir=str(tmp_path), run_id="r1", tracker=TrackerConfig(kind=kind, **more))
+def _open(folder: Path, kind: Any, **more: Any) -> Tracker:
+    run = RunIdentity(folder=folder, run_id="r1", settings={"seed": 0})
+    return open_tracker(TrackerConfig(kind=kind, **more), run)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "wandb"])
@@ -396,7 +396,7 @@ def test_four_forked_and_spawned_senders_and_a_killed_one_do_not_stop_the_writer
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    tracker = open_tracker(_journal_job(tmp_path, kind))
+    tracker = _open(tmp_path, kind)
     started_s = time.monotonic()
     fork, spawn = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
     rows = spawn.Queue()
@@ -453,7 +453,7 @@ def test_wandb_keeps_every_row_offline_when_the_trainers_step_goes_back(
 ) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    tracker = open_tracker(_journal_job(tmp_path, "wandb"))
+    tracker = _open(tmp_path, "wandb")
     steps = [*range(45, 50), *range(40, 60)]
     for i, step in enumerate(steps):
         tracker.log({"trainer/loss": float(step)}, clock="trainer/step", at=step)
@@ -482,7 +482,7 @@ def test_without_a_login_an_online_run_stays_offline_and_says_so(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    tracker = open_tracker(_journal_job(tmp_path, "wandb", offline=False))
+    tracker = _open(tmp_path, "wandb", offline=False)
     tracker.finish()
     assert "no wandb login found" in caplog.text
     assert list(tmp_path.glob("wandb/offline-run-*"))
@@ -493,14 +493,14 @@ def test_a_backend_that_is_not_installed_is_named_with_its_extra(tmp_path: Path,
     if importlib.util.find_spec(kind):
         pytest.skip(f"{kind} is installed")
     with pytest.raises(ConfigError, match=r"needs the package '.*'; install taildraft\[report\]"):
-        open_tracker(_journal_job(tmp_path, kind))
+        _open(tmp_path, kind)
 
 
 def test_tensorboard_gets_every_curve_over_its_own_clock(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the report extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = open_tracker(_journal_job(tmp_path, "tensorboard"))
+    tracker = _open(tmp_path, "tensorboard")
     for at in (5, 6, 2):
         tracker.log({"trainer/loss": float(at)}, clock="trainer/step", at=at)
     tracker.finish()
@@ -515,7 +515,7 @@ def test_trackio_stores_rows_with_their_clocks(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("trackio", reason="the report extra is not installed")
     from trackio.sqlite_storage import SQLiteStorage
 
-    tracker = open_tracker(_journal_job(tmp_path, "trackio"))
+    tracker = _open(tmp_path, "trackio")
     for at in (5, 6, 2):
         tracker.log({"trainer/loss": float(at)}, clock="trainer/step", at=at)
     tracker.finish()
@@ -525,7 +525,7 @@ def test_trackio_stores_rows_with_their_clocks(tmp_path: Path, monkeypatch: pyte
 
 def test_parquet_holds_every_value_of_the_journal(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    tracker = open_tracker(_journal_job(tmp_path, "jsonl", parquet=True))
+    tracker = _open(tmp_path, "jsonl", parquet=True)
     recorder = RolloutRecorder(tracker)
     recorder.rounds([record(outcome(1, gamma=2, accepted=1))])
     recorder.step(0, wall_s=1.0)
