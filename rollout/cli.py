@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,6 +127,9 @@ def _configure_logging() -> None:
     level = os.environ.get("TAILDRAFT_LOG", "WARNING").upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"TAILDRAFT_LOG: no level {level!r}; known: DEBUG, INFO, WARNING, ERROR")
+    # Other libraries' bars would tear our live line, and their advice is for whoever calls them.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\..*")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
     for name in ("rollout", "drafters", "controller", "trainers_bridge"):
         logging.getLogger(name).setLevel(level)
