@@ -127,7 +127,7 @@ def calibrate(
     with Progress("calibrating", total=len(points) * (PASSES + 1), unit="forwards") as progress:
         times = _sweep(engine, points, progress, until_s=clock() + budget_s, clock=clock)
         progress.note("whole rounds")
-        extras = _price_rounds(engine, shapes)
+        extras = _price_rounds(engine, shapes, until_s=clock() + budget_s / 3, clock=clock)
     samples = [
         Sample(
             part=point.part,
@@ -223,11 +223,17 @@ class _Extras:
         return float(np.interp(rows, at, [known[r] for r in at]))
 
 
-def _price_rounds(engine: Engine, shapes: Mapping[str, PartShape]) -> _Extras:
+def _price_rounds(
+    engine: Engine, shapes: Mapping[str, PartShape], *, until_s: float, clock: Callable[[], float]
+) -> _Extras:
+    """Price batches, the two ends first; those in between are left out when the time is over."""
     extras = _Extras()
     drafters = {d.name: d for d in engine.traits.drafters if shapes[d.name].rows_per_draft_token > 0}
-    batches = sorted({min(b, engine.traits.max_batch) for b in (1, 4, 16, engine.traits.max_batch)})
-    for batch in batches:
+    largest = engine.traits.max_batch
+    for number, batch in enumerate(dict.fromkeys(min(b, largest) for b in (1, largest, 4, 16))):
+        if number >= 2 and clock() > until_s:
+            log.info("calibration leaves out rounds of %d sequences and more", batch)
+            break
         plain = _run_rounds(engine, batch, AR_ASSIGNMENT)
         if plain:
             forward_s = _forward_s(engine, POLICY, batch)
