@@ -131,10 +131,18 @@ class RolloutClient:
         return requests
 
     def stream(self, requests: Sequence[Request | Mapping[str, Any]]) -> Iterator[Emission | Completion]:
-        """Yield tokens as they are committed, and each request's completion once, after its last token."""
+        """Yield tokens as they are committed, and each request's completion once, after its last token.
+
+        Closing the iterator early aborts what has not ended.
+        """
         method = self._service.generate_stream.options(concurrency_group="generate", num_returns="streaming")
-        for reference in method.remote(list(requests)):
-            yield from _get(reference)
+        references = method.remote(list(requests))
+        try:
+            for reference in references:
+                yield from _get(reference)
+        except GeneratorExit:
+            ray.cancel(references)
+            raise
 
     # ---- weights ----------------------------------------------------------------------------------
 
@@ -217,5 +225,8 @@ def uid_of(prompt: Sequence[int]) -> str:
 def _get(reference: Any) -> Any:
     try:
         return ray.get(reference)
+    except KeyboardInterrupt:
+        ray.cancel(reference)  # an interrupted caller leaves nothing running behind
+        raise
     except RayTaskError as error:
         raise plain_error(error) from None

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -30,15 +32,15 @@ def connect(config: ServiceConfig, *, log_to_driver: bool = True) -> None:
     if config.ray_address is not None:
         ray.init(address=config.ray_address, namespace=NAMESPACE, log_to_driver=log_to_driver)
         return
-    ray.init(
-        namespace=NAMESPACE,
-        num_cpus=_local_cpus(config),
-        num_gpus=_whole(config.hosts * config.host_gpus) or None,
-        object_store_memory=config.object_store_bytes,
-        include_dashboard=False,
-        log_to_driver=log_to_driver,
-        runtime_env=_environment(),
-    )
+    with _importable():
+        ray.init(
+            namespace=NAMESPACE,
+            num_cpus=_local_cpus(config),
+            num_gpus=_whole(config.hosts * config.host_gpus) or None,
+            object_store_memory=config.object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+        )
 
 
 def _local_cpus(config: ServiceConfig) -> int:
@@ -50,9 +52,17 @@ def _whole(amount: float) -> int:
     return int(-(-amount // 1))
 
 
-def _environment() -> dict[str, dict[str, str]]:
-    """Return what makes Ray's processes import the packages this one runs, also from a bare checkout."""
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Let processes started meanwhile import the packages this one runs, also from a bare checkout."""
+    # Not Ray's runtime_env: with one, no process is ready in advance and each start takes twice as long.
     home = str(Path(rollout.__file__).resolve().parent.parent)
-    known = os.environ.get("PYTHONPATH", "")
-    path = home if not known else f"{home}{os.pathsep}{known}"
-    return {"env_vars": {"PYTHONPATH": path}}
+    known = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = home if known is None else f"{home}{os.pathsep}{known}"
+    try:
+        yield
+    finally:
+        if known is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = known

@@ -24,7 +24,7 @@ from rollout.service.live import Key
 from rollout.service.pool import HostPool, Slot
 from rollout.service.records import HostEvents, RoundRecord, ServiceHealth
 from rollout.service.routing import HostLoad, choose_host
-from rollout.types import Completion
+from rollout.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
@@ -191,14 +191,18 @@ class ServiceCore:
             return
         slots = {slot.host: slot for slot in self._pool.ready}
         loads = [self._load_of(slot) for slot in slots.values()]
+        outgoing: dict[str, list[Request]] = {}
         while self._queue:
             group = [s for s in self._queue[0] if self._ledger.get(s.asked.key) is s and s.host is None]
             if group:
                 load = self._choose(group, loads, slots)
                 if load is None:
-                    return
-                self._send(slots[load.host], group, load)
+                    break
+                outgoing.setdefault(load.host, []).extend(self._assign(group, slots[load.host], load))
             self._queue.popleft()
+        for host, requests in outgoing.items():
+            if requests:
+                self._pool.send(slots[host], requests)
 
     def _choose(
         self, group: Sequence[Sample], loads: Sequence[HostLoad], slots: dict[str, Slot]
@@ -225,7 +229,8 @@ class ServiceCore:
             cap=self._config.max_in_flight_per_host or 2 * slot.traits.max_batch,
         )
 
-    def _send(self, slot: Slot, group: Sequence[Sample], load: HostLoad) -> None:
+    def _assign(self, group: Sequence[Sample], slot: Slot, load: HostLoad) -> list[Request]:
+        """Give a group to a host in the books and return what to send; what may not go there fails."""
         assert slot.identity is not None
         assert slot.traits is not None
         requests = []
@@ -244,8 +249,7 @@ class ServiceCore:
             requests.append(request)
             load.remaining_tokens += sample.remaining_tokens(slot.traits.max_context_tokens)
         load.in_flight += len(requests)
-        if requests:
-            self._pool.send(slot, requests)
+        return requests
 
     # ---- what the pool tells (PoolListener) -------------------------------------------------------
 

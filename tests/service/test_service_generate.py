@@ -1,13 +1,17 @@
 """N in, N out, in order, once: through the real service and real host processes."""
 
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 
 import pytest
+import ray
 
 from rollout.engine.protocol import Emission
-from rollout.errors import UnsupportedError
+from rollout.errors import ConfigError, UnsupportedError
+from rollout.service.client import RolloutClient
 from rollout.testing_engine import scripted_requests, scripted_weights
 from rollout.types import Completion, SamplingParams
 
@@ -196,6 +200,35 @@ def test_a_pause_stops_rounds_and_a_resume_loses_nothing(two_hosts, wait_until):
     two_hosts.resume()
     call.join(20)
     assert ids_of(answer) == expected
+
+
+def test_a_stream_that_is_closed_early_leaves_nothing_running(slow_host, wait_until):
+    stream = slow_host.stream(scripted_requests(3, tokens=90_000, tag="closed"))
+    next(stream)
+    assert slow_host.stats()["service/live"] == 3
+    stream.close()
+    wait_until(lambda: slow_host.stats()["service/live"] == 0)
+    wait_until(lambda: slow_host.health().hosts[0].loop.live == 0)
+
+
+def test_a_service_is_found_by_name_also_from_another_process(two_hosts):
+    requests = scripted_requests(2, tag="named")
+    expected = ids_of(two_hosts.generate(requests))
+    assert ids_of(RolloutClient.connect(name="two-hosts").generate(requests)) == expected
+    with pytest.raises(ConfigError, match="no service 'nobody'"):
+        RolloutClient.connect(name="nobody")
+    code = (
+        "import sys; from rollout.service.client import RolloutClient;"
+        "from rollout.testing_engine import scripted_requests;"
+        "client = RolloutClient.connect(address=sys.argv[1], name='two-hosts');"
+        "answer = client.generate(scripted_requests(2, tag='named'));"
+        "sys.stdout.write(repr([c.token_ids for c in answer]))"
+    )
+    address = ray.get_runtime_context().gcs_address
+    other = subprocess.run(
+        [sys.executable, "-c", code, address], check=True, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    assert other.stdout.splitlines()[-1] == repr(expected)
 
 
 def test_a_deadline_returns_what_there_is_and_delays_nobody(slow_host):

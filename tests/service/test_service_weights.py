@@ -4,11 +4,18 @@ import threading
 
 import pytest
 import torch
+from ray._private.internal_api import memory_summary
 
 from rollout.errors import UnsupportedError, WeightUpdateError
 from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
 
 pytestmark = pytest.mark.ray
+
+
+def needed_frac() -> float:
+    """Return which share of the object store somebody still holds."""
+    line = next(x for x in memory_summary(stats_only=True).splitlines() if "Plasma memory usage" in x)
+    return float(line.split("full,")[1].split("%")[0]) / 100
 
 
 def ids_of(completions):
@@ -79,7 +86,7 @@ def test_what_runs_during_an_update_follows_the_mode(mode, slow_host, wait_until
     answer = []
     call = threading.Thread(target=lambda: answer.extend(client.generate(requests)))
     call.start()
-    wait_until(lambda: sum(r.facts.committed for r in client.take_records()) > 8)
+    wait_until(lambda: any(len(r.load.sequences) == 4 for r in client.take_records()))
     assert client.update_weights(scripted_weights(1), old + 1, in_flight=mode) == old + 1
     call.join(30)
     running, waiting = answer[:4], answer[4:]
@@ -93,23 +100,12 @@ def test_a_mode_the_engine_lacks_is_refused_by_name(two_hosts):
         two_hosts.update_weights(scripted_weights(20), 20, in_flight="recompute")
 
 
-def test_updates_in_a_loop_leave_no_old_weights_in_the_store(start):
-    import gc
-
-    from ray._private.internal_api import memory_summary
-
-    def objects() -> int:
-        line = next(x for x in memory_summary(stats_only=True).splitlines() if "Plasma memory usage" in x)
-        return int(line.split("MiB,")[1].split("objects")[0])
-
+def test_updates_in_a_loop_keep_no_old_weights_in_the_store(start):
     ballast = 4 << 20  # 16 MiB in float32: ten versions overflow the store
     client = start(ScriptedSpec(ballast_floats=ballast))
-    gc.collect()
-    before = objects()
+    state = scripted_weights(1, ballast_floats=ballast)
     for version in range(1, 25):
-        state = scripted_weights(version, ballast_floats=ballast)
         assert client.update_weights(state, version) == version
-    gc.collect()
-    assert objects() - before <= 3
+        assert needed_frac() < 0.35, "more than three versions are held"
     assert "Spilled" not in memory_summary(stats_only=True)
     assert versions_of(client.generate(scripted_requests(1, tag="last"))) == {24}
