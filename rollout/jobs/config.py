@@ -48,41 +48,53 @@ class VerifyConfig:
 class BenchConfig:
     """What ``taildraft bench`` measures."""
 
-    workload: Literal["drain", "steps", "peers", "fixed"] = "drain"
-    """``drain``: a batch runs empty; ``fixed``: equal lengths at each of ``batches``; ``steps``: trainer
-    steps; ``peers``: other engines replay our lengths."""
+    workload: Literal["drain", "fixed"] = "drain"
+    """``drain``: a batch runs empty; ``fixed``: equal lengths at each of ``batches``."""
 
     out: str | None = None
-    """Write the results here, as JSON."""
+    """Write the results here, as JSON; None: ``bench.json`` in the run's folder."""
 
     arms: tuple[str, ...] = ()
-    """Empty: all of the workload."""
+    """Empty: all of the workload. ``ar`` must be among them, everything is compared with it; others are
+    ``hf``, the names of the drafters (always on, ``gamma`` tokens) and ``auto``."""
 
     laws: tuple[Literal["natural", "trace"], ...] = ("trace", "natural")
-    """``natural``: to the end-of-sequence id; ``trace``: seeded lognormal lengths."""
+    """Of ``drain``. ``natural``: to the end-of-sequence id; ``trace``: seeded lognormal lengths."""
 
     grids: tuple[Literal["on", "off"], ...] = ("on", "off")
     """``on``: the policy as it is; ``off``: moved off its 4-bit grid (``policy.offgrid``)."""
 
     prompts: int = 32
+    """Rows of ``drain``, all submitted at once."""
+
     cap_tokens: int = 1024
-    """No row gets more new tokens than this."""
+    """No row of ``drain`` gets more new tokens than this."""
 
     trace_median_tokens: float = 80.0
     trace_sigma: float = 1.1
     """Of the logarithm of the length."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Of ``fixed``."""
+
     fixed_tokens: int = 128
     """New tokens of every row in ``fixed``."""
 
-    min_pairs: int = 3
-    max_pairs: int = 40
-    margin_frac: float = 0.1
-    """Pairs are added until the 90% interval of a ratio is narrower than half of this."""
+    gamma: int = 4
+    """Draft tokens of the fixed arms of ``drain``, and of those of ``fixed`` that no pilot chooses."""
 
-    limit_s: float = 0.0
-    """Start no new pair after this many seconds; 0: no limit."""
+    pilot_gammas: tuple[int, ...] = (2, 3, 4, 5, 6, 7)
+    """``fixed`` tries these for ``w4`` at each batch in a pilot; the best is then measured."""
+
+    min_pairs: int = 3
+    max_pairs: int = 20
+    """Pairs that count, per ratio. They are added until the 90% interval is narrower than half the margin."""
+
+    margin_frac: float = 0.1
+    """Margin of a ratio that has no goal of its own."""
+
+    max_minutes: float = 60.0
+    """No repetition starts that would end later, and what is undecided then is said to be; 0: no limit."""
 
     temperature: float = 1.0
 
@@ -94,16 +106,24 @@ class BenchConfig:
             fixed_tokens=self.fixed_tokens,
             trace_median_tokens=self.trace_median_tokens,
             trace_sigma=self.trace_sigma,
-            min_pairs=self.min_pairs,
+            gamma=self.gamma,
             margin_frac=self.margin_frac,
         )
         _all_positive("bench", **{f"batches[{i}]": b for i, b in enumerate(self.batches)})
-        if self.max_pairs < self.min_pairs:
+        _all_positive("bench", **{f"pilot_gammas[{i}]": g for i, g in enumerate(self.pilot_gammas)})
+        for name in ("laws", "grids", "batches", "pilot_gammas"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"bench.{name} must name something, each once, got {list(values)}")
+        if self.arms and "ar" not in self.arms:
+            raise ConfigError(f"bench.arms must include 'ar', got {list(self.arms)}")
+        if not 2 <= self.min_pairs <= self.max_pairs:
             raise ConfigError(
-                f"bench.max_pairs must be >= min_pairs ({self.min_pairs}), got {self.max_pairs}"
+                "bench.min_pairs must be >= 2 and bench.max_pairs no smaller, "
+                f"got {self.min_pairs} and {self.max_pairs}"
             )
-        if self.limit_s < 0 or self.temperature < 0:
-            raise ConfigError("bench.limit_s and bench.temperature must be >= 0")
+        if self.max_minutes < 0 or self.temperature < 0:
+            raise ConfigError("bench.max_minutes and bench.temperature must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,124 @@
+"""One cell of a benchmark: some work, one policy, its arms, and the ratios between them.
+
+A repetition runs every arm some open ratio still needs, in an order shuffled by seed; our own arms stay
+together and the slow foreign one comes first or last, so that what is compared ran within the same minute.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from controller.types import AR
+from rollout.bench.arms import ArmSpec, EngineArms, Run, TextGuard, Work, timed
+from rollout.bench.hf_arm import HfArm, Pilot
+from rollout.bench.pairing import PairedRatio, Timed
+from rollout.bench.summary import RoundSummary
+
+HF = "hf"
+WARM_UP_TOKENS = 8
+"""New tokens per row of the run that warms an arm up: its code, its buffers and its weights are touched."""
+
+Note = Callable[[str], None]
+"""Hears what runs now."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cell:
+    """Everything measured under one prefix, such as ``trace_offgrid_``."""
+
+    prefix: str
+    arms: EngineArms
+    specs: dict[str, ArmSpec]
+    """Arms of our own by name; ``ar`` is among them."""
+
+    work: Work
+    ratios: list[PairedRatio]
+    seed: int
+    cap_tokens: int
+    hf: HfArm | None = None
+    tune: Callable[["Cell", Note], None] | None = None
+    """Settles what is chosen by a pilot, after the reference run and before anything is timed."""
+
+    hf_pilot: Pilot | None = None
+    pilot: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What ``tune`` measured: by arm, by choice, seconds."""
+
+    makespans: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds by arm, one per repetition, dropped pairs included."""
+
+    summaries: dict[str, list[RoundSummary]] = field(default_factory=dict)
+    alarms: dict[str, int] = field(default_factory=dict)
+    repetitions: int = 0
+    guard: TextGuard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = TextGuard(where=self.prefix)
+
+    @property
+    def open(self) -> bool:
+        """Whether another repetition would help some ratio."""
+        return any(ratio.wants_pairs for ratio in self.ratios)
+
+    def prepare(self, note: Note) -> None:
+        """Take the reference text in a full plain run that is not counted, warm up, and run the pilots."""
+        note(f"{self.prefix}: reference text")
+        self.guard.check(AR, self.arms.run(self.specs[AR], self.work).texts)
+        short = self.work.shortened(WARM_UP_TOKENS)
+        for spec in self.specs.values():
+            note(f"{self.prefix}{spec.name}: warm-up")
+            self.arms.run(spec, short)
+        if self.tune is not None:
+            self.tune(self, note)
+        if self.hf is not None:
+            note(f"{self.prefix}{HF}: pilot")
+            work = self.work
+            self.hf_pilot = self.hf.choose(work.prompts, self.guard.lengths, temperature=work.temperature)
+
+    def checked(self, spec: ArmSpec) -> Run:
+        """Run an arm of our own; its text must be the reference. Raises ``TextDiffersError``."""
+        run = self.arms.run(spec, self.work)
+        self.guard.check(spec.name, run.texts)
+        return run
+
+    def repeat(self, note: Note) -> None:
+        """Run each needed arm once and give every open ratio its pair."""
+        open_ratios = [ratio for ratio in self.ratios if ratio.wants_pairs]
+        needed = {name for ratio in open_ratios for name in (ratio.claim.a, ratio.claim.b)}
+        times: dict[str, Timed] = {}
+        for name in self._order(needed):
+            note(f"{self.prefix}{name}: repetition {self.repetitions + 1}")
+            times[name] = self._measure(name)
+        self.repetitions += 1
+        for ratio in open_ratios:
+            ratio.add(times[ratio.claim.a], times[ratio.claim.b])
+
+    def _order(self, needed: set[str]) -> list[str]:
+        rng = random.Random(f"{self.seed}/{self.prefix}/{self.repetitions}")
+        order = sorted(needed - {HF})
+        rng.shuffle(order)
+        if HF in needed:
+            order.insert(rng.choice((0, len(order))), HF)
+        return order
+
+    def _measure(self, name: str) -> Timed:
+        if name == HF:
+            result = self._replay()
+        else:
+            run = self.checked(self.specs[name])
+            self.summaries.setdefault(name, []).append(run.summary)
+            self.alarms[name] = self.alarms.get(name, 0) + run.alarms
+            result = run.timed
+        self.makespans.setdefault(name, []).append(result.makespan_s)
+        return result
+
+    def _replay(self) -> Timed:
+        hf, pilot, work = self.hf, self.hf_pilot, self.work
+        assert hf is not None, "a ratio asks for the foreign arm, and there is none"
+        assert pilot is not None, "prepare comes first"
+        lengths = self.guard.lengths
+
+        def replay() -> float:
+            return hf.replay(work.prompts, lengths, temperature=work.temperature, way=pilot.chosen)
+
+        makespan_s, pace_s = timed(self.arms.engine, replay)
+        return Timed(makespan_s=makespan_s, pace_s=pace_s)

@@ -1,0 +1,96 @@
+"""Workload ``fixed``: equal lengths at each of several batches. Where speculation pays, and AR to saturation.
+
+``w4`` is a fixed gamma, the best of a pilot at that batch; the pilot's runs are not among those measured.
+"""
+
+from collections.abc import Sequence
+
+from rollout.bench.arms import Work, arm_specs, fixed_arm
+from rollout.bench.cell import Cell, Note
+from rollout.bench.drain import check_context
+from rollout.bench.grids import AUTO, Grid
+from rollout.bench.pairing import Claim, PairedRatio
+from rollout.bench.prompts import prompt_ids
+from rollout.jobs.config import JobConfig
+
+W4 = "w4"
+W4_OVER_AR_ON_GRID = {1: 1.4, 2: 1.25}
+"""By batch."""
+
+AUTO_OVER_AR = 0.98
+"""At every batch: what deciding and probing may cost where speculation never pays."""
+
+PILOT_ROUNDS = 2
+"""Runs per gamma, interleaved; the faster one counts, for a stall only ever adds."""
+
+
+def fixed_cells(job: JobConfig, grids: Sequence[Grid], arms: Sequence[str]) -> list[Cell]:
+    """Return one cell per batch and grid."""
+    return [_cell(job, grid, batch, arms) for grid in grids for batch in job.bench.batches]
+
+
+def _cell(job: JobConfig, grid: Grid, batch: int, arms: Sequence[str]) -> Cell:
+    bench = job.bench
+    prefix = f"fixed_b{batch}_{grid.prefix}"
+    prompts = prompt_ids(grid.policy.tokenizer, batch)
+    check_context(grid, prompts, bench.fixed_tokens)
+    specs = arm_specs(job.controller, job.drafter.names, gamma=bench.gamma)
+    ours = {name: spec for name, spec in specs.items() if name in arms}
+
+    def tune(cell: Cell, note: Note) -> None:
+        choose_gamma(cell, job, note)
+
+    return Cell(
+        prefix=prefix,
+        arms=grid.arms,
+        specs=ours,
+        work=Work(
+            prompts=tuple(prompts),
+            max_tokens=(bench.fixed_tokens,) * batch,
+            ignore_eos=True,
+            temperature=bench.temperature,
+            run_seed=job.seed,
+        ),
+        ratios=[
+            PairedRatio(
+                _claim(prefix, name, grid, batch, margin=bench.margin_frac),
+                min_pairs=bench.min_pairs,
+                max_pairs=bench.max_pairs,
+            )
+            for name in ours
+            if name != "ar"
+        ],
+        seed=job.seed,
+        cap_tokens=bench.fixed_tokens,
+        tune=tune if W4 in ours else None,
+    )
+
+
+def choose_gamma(cell: Cell, job: JobConfig, note: Note) -> None:
+    """Time ``w4`` at every pilot gamma and let the fastest be the cell's ``w4``."""
+    most = next(d.max_gamma for d in cell.arms.all_drafters if d.name == W4)
+    gammas = [gamma for gamma in job.bench.pilot_gammas if gamma <= most] or [min(job.bench.gamma, most)]
+    arms = {gamma: fixed_arm(job.controller, W4, gamma=gamma) for gamma in gammas}
+    best_s: dict[int, float] = {}
+    for number in range(PILOT_ROUNDS):
+        for gamma, spec in arms.items():
+            note(f"{cell.prefix}{W4}: pilot, gamma {gamma}, {number + 1} of {PILOT_ROUNDS}")
+            seconds = cell.checked(spec).timed.makespan_s
+            best_s[gamma] = min(seconds, best_s.get(gamma, seconds))
+    cell.specs[W4] = arms[min(best_s, key=lambda gamma: best_s[gamma])]
+    cell.pilot[W4] = {str(gamma): seconds for gamma, seconds in best_s.items()}
+
+
+def _claim(prefix: str, name: str, grid: Grid, batch: int, *, margin: float) -> Claim:
+    goal: float | None = None
+    if name == AUTO:
+        goal = AUTO_OVER_AR
+    elif name == W4 and grid.grid == "on":
+        goal = W4_OVER_AR_ON_GRID.get(batch)
+    return Claim(
+        name=f"{prefix}{name}_over_ar",
+        a=name,
+        b="ar",
+        margin=margin if goal is None else abs(goal - 1.0),
+        at_least=goal,
+    )

@@ -1,0 +1,99 @@
+"""The policies a benchmark runs on: as it is, and moved off its 4-bit grid. One engine each."""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from controller.types import AR
+from rollout.bench.arms import EngineArms
+from rollout.bench.machine import usable_cores
+from rollout.config import EngineConfig
+from rollout.engine.native.build import engine_of
+from rollout.engine.native.families import rope_tables
+from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.errors import ConfigError
+from rollout.jobs.calibrate import load_or_calibrate
+from rollout.jobs.config import JobConfig
+from rollout.policy.offgrid import SAMPLE_TEXT, PerplexityChange, perplexity_change
+from rollout.policy.source import Policy, load_policy
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+HF = "hf"
+HISTORY = "history"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """One policy and the arms on it."""
+
+    grid: Literal["on", "off"]
+    policy: Policy
+    arms: EngineArms
+
+    @property
+    def prefix(self) -> str:
+        """What it adds to the names of results."""
+        return "offgrid_" if self.grid == "off" else ""
+
+
+def resolved_engine(job: JobConfig, *, rows: int) -> EngineConfig:
+    """Return the engine's settings, threads explicit. Raises ``ConfigError`` for what cannot be compared."""
+    config = job.engine
+    if config.verify != "coupled":
+        raise ConfigError(
+            f"engine.verify={config.verify} gives other texts by drafter: bench compares arms on one text"
+        )
+    if config.max_batch < rows:
+        raise ConfigError(f"engine.max_batch must be >= {rows}, the rows that run at once")
+    # Without the prefix cache every run computes its prompts, as the foreign arm does.
+    return replace(config, threads=config.threads or usable_cores(), prefix_cache=False)
+
+
+def chosen_arms(job: JobConfig) -> tuple[str, ...]:
+    """Return the arms to run, ``ar`` first. Raises ``ConfigError`` for a name that is none."""
+    fixed = job.bench.workload == "fixed"
+    known = (AR, *job.drafter.names, AUTO, *(() if fixed else (HF,)))
+    unknown = [name for name in job.bench.arms if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"bench.arms: no arm {', '.join(unknown)} in workload {job.bench.workload}; "
+            f"there are: {', '.join(known)}"
+        )
+    # Free drafts at a fixed length are no claim of ``fixed``: left out unless asked for.
+    default = [name for name in known if not (fixed and name == HISTORY)]
+    return tuple(name for name in known if name in (job.bench.arms or default))
+
+
+def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "off"]) -> Grid:
+    """Load the policy, build its engine with every drafter, and calibrate it where ``auto`` runs.
+
+    Raises ``ConfigError``.
+    """
+    dtype = getattr(torch, engine_config.dtype)
+    policy = load_policy(replace(job.policy, offgrid=grid == "off"), dtype=dtype)
+    engine = engine_of(policy, engine_config, job.drafter, version=job.policy.version, host="bench")
+    if engine.traits.numerics != "exact":
+        raise ConfigError("engine.numerics: bench asserts identical texts, and this engine is not exact here")
+    wanted = {d.name for d in engine.traits.drafters}
+    missing = [name for name in job.drafter.names if name not in wanted]
+    if missing:
+        raise ConfigError(f"drafter.names: {', '.join(missing)} could not be built from this policy")
+    auto = AUTO in chosen_arms(job)
+    calibration = load_or_calibrate(engine, job.controller, engine_config) if auto else None
+    return Grid(grid=grid, policy=policy, arms=EngineArms(engine, calibration))
+
+
+def offgrid_change(on: Policy, off: Policy) -> PerplexityChange | None:
+    """Return what leaving the grid did to the policy's perplexity on a short text; None without tokenizer."""
+    if on.tokenizer is None:
+        return None
+    tokens = list(on.tokenizer(SAMPLE_TEXT)["input_ids"])[: on.spec.max_positions]
+    rope = rope_tables(on.config, len(tokens))
+    decoder = TorchDecoder(
+        on.spec, cos_PH=rope.cos_PH, sin_PH=rope.sin_PH, dtype=torch.float32, device="cpu", exact=False
+    )
+    return perplexity_change(decoder, before=on.state, after=off.state, texts=[tokens])
