@@ -46,11 +46,11 @@ class TrainerConfig:
 
     kind: Literal["trl"] = "trl"
     steps: int = 32
-    prompts_per_step: int = 2
-    num_generations: int = 8
+    prompts_per_step: int = 4
+    num_generations: int = 4
     """Samples of each prompt; their rewards are compared with each other."""
 
-    learning_rate: float = 2e-5
+    learning_rate: float = 3e-5
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
     beta: float = 0.0
@@ -70,7 +70,7 @@ class TrainerConfig:
     stops below them, which is where most of a step's time goes."""
 
     samples_per_pass: int = 0
-    """Samples in one forward and backward pass; 0: a whole step's."""
+    """Samples in one forward and backward pass: memory, not speed, on a CPU; 0: a whole step's."""
 
     mismatch_samples: int = 2
     """Completions per step whose logprobs the trainer's model recomputes, to log how far rollout and
