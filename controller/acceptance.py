@@ -25,8 +25,8 @@ SURE_FRAC = 0.999
 HOPELESS_FRAC = 0.001
 """And none makes it impossible."""
 
-RECENT_TOKENS = 32.0
-"""Memory of the recent evidence that the remembered one is compared with, in draft tokens."""
+RECENT_TOKENS = 16.0
+"""Memory of the recent evidence that the remembered one is compared with, in draft tokens: eight probes."""
 
 RECENT_MIN_TOKENS = 6.0
 """Fewest recent draft tokens that may overrule what is remembered: two or three probes."""
@@ -223,6 +223,16 @@ class _Drafter:
         low, high = SEQUENCE_RANGE
         return min(high, max(low, math.log(own) / math.log(self._mean)))
 
+    def factors(self, keys: Sequence[int]) -> Floats:
+        """Return ``factor`` of many sequences at once."""
+        get = self.sequences.get
+        seen = [(one.kept, one.tried) if (one := get(key)) is not None else (0.0, 0.0) for key in keys]
+        kept_tried = np.asarray(seen)
+        lean = self._config.sequence_prior_tokens
+        own = (lean * self._mean + kept_tried[:, 0]) / (lean + kept_tried[:, 1])
+        powers = np.log(np.clip(own, HOPELESS_FRAC, SURE_FRAC)) / math.log(self._mean)
+        return np.asarray(np.clip(powers, *SEQUENCE_RANGE))
+
     def discount(self) -> None:
         """Keep part of the evidence and fill up with the prior: a new policy may differ."""
         share = self._config.version_discount
@@ -277,8 +287,7 @@ class AcceptanceModel:
         log_survival = one.log_survival
         if not one.sequences:
             return np.exp(np.broadcast_to(log_survival, (len(keys), one.positions)))
-        factor = one.factor
-        return np.exp(np.asarray([factor(key) for key in keys])[:, None] * log_survival)
+        return np.exp(one.factors(keys)[:, None] * log_survival)
 
     def expected_accepted(self, drafter: str, gamma: int, key: int | None = None) -> float:
         """Return the draft tokens of ``gamma`` expected to be kept, for one sequence or a new one."""

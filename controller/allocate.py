@@ -1,8 +1,13 @@
-"""Who drafts how much in one round: greedy over (sequence, position) slots, best tokens per second.
+"""Who drafts how much in one round: greedy over (sequence, position) slots, best speed per second.
 
-A slot is one more draft token of one sequence; its worth is the chance that it is kept. Worth falls along
-a sequence, so taking slots by falling worth always takes prefixes. For every allowed longest draft, all
-counts of slots are priced at once and the best ratio of worth to seconds wins.
+A slot is one more draft token of one sequence. Worth falls along a sequence, so taking slots by falling
+worth always takes prefixes. For every allowed longest draft, all counts of slots are priced at once and the
+best ratio of speed to seconds wins.
+
+Speed is tokens per round while requests wait: whoever gets them, the queue moves on. In the tail it is the
+batch times the geometric mean of the sequences' tokens: there the last sequence ends the rollout, and a
+plan that feeds one lucky sequence while the others crawl has a high sum and a late end. For equal
+sequences both are the same.
 
 Shapes in this file: B sequences, P positions, N slots by falling worth, G longest drafts to try.
 """
@@ -13,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.cost import CostModel, DraftLine
+from controller.candidates import Candidates
+from controller.cost import CostModel
 from controller.types import SequenceLoad
 
 Floats = NDArray[np.float64]
@@ -21,6 +27,9 @@ Ints = NDArray[np.intp]
 
 WORTH_RANGE = (0.5, 2.0)
 """Bounds of a sequence's weight: a straggler may count four times a newcomer, not more."""
+
+LEAST_S = 1e-6
+"""Decoding beside a prompt never takes less, whatever the difference of two predictions says."""
 
 LEAST_EXPECTED_TOKENS = 16.0
 """Remaining work assumed of a sequence that has only begun, so that weights do not explode."""
@@ -39,11 +48,29 @@ class Batch:
     """Most draft tokens each sequence can still use: one token of a round is always the target's own."""
 
     prefill_tokens: int
+    tail: bool = False
+    """Whether nothing waits, so that the sequence that ends last is what counts."""
+
+    sunk_s: float = 0.0
+    """Seconds the round's prompt rows take anyway. Decoding is judged by what it adds: otherwise a round
+    made long by a prompt would seem to make every extra draft cheap."""
 
     @property
     def size(self) -> int:
         """Sequences."""
         return len(self.keys)
+
+    def speed(self, gains: Floats) -> Floats:
+        """Return the speed that summed slot worths stand for, in tokens per round."""
+        return np.asarray(self.size * np.exp(gains / self.size) if self.tail else self.size + gains)
+
+    def worth(self, survival_BP: Floats) -> Floats:
+        """Return the worth of every slot, shape BP: expected tokens, or in the tail their logarithm."""
+        worth_B1 = self.worth_B[:, None]
+        if not self.tail:
+            return survival_BP * worth_B1
+        tokens_BP = np.cumsum(survival_BP, axis=1) + 1.0
+        return np.log(tokens_BP / (tokens_BP - survival_BP)) * worth_B1
 
     @property
     def read_tokens(self) -> float:
@@ -52,7 +79,12 @@ class Batch:
 
 
 def batch_of(
-    sequences: Sequence[SequenceLoad], *, prefill_tokens: int, tail_weight: float, tail: bool
+    sequences: Sequence[SequenceLoad],
+    *,
+    prefill_tokens: int,
+    tail_weight: float,
+    tail: bool,
+    sunk_s: float = 0.0,
 ) -> Batch:
     """Return the arrays of a round.
 
@@ -76,28 +108,9 @@ def batch_of(
         worth_B=worth,
         room_B=np.maximum(remaining - 1, 0),
         prefill_tokens=prefill_tokens,
+        tail=tail,
+        sunk_s=sunk_s,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidates:
-    """Which drafter each sequence would use, and what its draft tokens are worth."""
-
-    label: str
-    drafter_B: tuple[str, ...]
-    survival_BP: Floats
-    cap_B: Ints
-    model_B: NDArray[np.bool_]
-    """Sequences whose drafter runs a model: their positions cost passes."""
-
-    line: DraftLine
-    """Of that model; zero when none is used."""
-
-    switch_s_B: Floats | None = None
-    """Seconds of catching the drafter up, spread over rounds; None when no sequence needs it."""
-
-    free_s: float = 0.0
-    """Seconds of asking drafters that run no model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +120,13 @@ class Allocation:
     candidates: Candidates
     gamma_B: Ints
     worth_per_s: float
-    """Weighted tokens per second, comparable with plain decoding's."""
+    """Speed per second, comparable with plain decoding's tokens per second."""
 
     tokens: float
     """Unweighted tokens expected."""
 
     seconds: float
+    """Of the round, prompt rows left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +146,7 @@ def slots_of(batch: Batch, candidates: Candidates, *, least_worth: float) -> Slo
     Ties keep positions in order, so every prefix of the result is a prefix of every sequence.
     """
     positions = candidates.survival_BP.shape[1]
-    worth_PB = (candidates.survival_BP * batch.worth_B[:, None]).T
+    worth_PB = batch.worth(candidates.survival_BP).T
     position_PB = np.arange(1, positions + 1)[:, None]
     wanted = np.flatnonzero((position_PB <= candidates.cap_B) & (worth_PB > least_worth))
     worth_N = worth_PB.ravel()[wanted]
@@ -155,9 +169,11 @@ def allocate(
     if not tried or tried[-1] < deepest <= longest[-1]:
         tried.append(deepest)
     taken_GN = slots.position_N <= np.asarray(tried, dtype=np.intp)[:, None]
+    if not candidates.model_B.all():
+        taken_GN |= ~candidates.model_B[slots.sequence_N]  # a free position costs no pass, however deep
     seconds_GN = _seconds(batch, candidates, cost, slots, taken_GN)
-    worth_GN = float(batch.size) + (taken_GN * slots.worth_N).cumsum(1)
-    ratio_GN = worth_GN / seconds_GN
+    speed_GN = batch.speed((taken_GN * slots.worth_N).cumsum(1))
+    ratio_GN = speed_GN / np.maximum(seconds_GN, LEAST_S)
     best = int(ratio_GN.argmax())
     g, n = divmod(best, len(slots.worth_N))
     chosen = slots.sequence_N[: n + 1][taken_GN[g, : n + 1]]
@@ -182,7 +198,7 @@ def _seconds(
     read = batch.read_tokens
     seconds_GN = cost.verify_curve_s(rows_GN, context_GN + read, sequences=batch.size, read_tokens=read)
     base_s, per_row_s = cost.other_line_s(speculates=True)
-    seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s)
+    seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s - batch.sunk_s)
     line = candidates.line
     if line.pass_s or line.row_s:
         model_GN = taken_GN & candidates.model_B[slots.sequence_N]
@@ -213,17 +229,19 @@ def allocate_uniform(
         verify_s = cost.verify_curve_s(
             np.asarray([rows], dtype=np.intp), context, sequences=batch.size, read_tokens=read
         )
-        seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s
+        seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s - batch.sunk_s
         seconds += candidates.line.pass_s * passes + candidates.line.row_s * drafted
         if candidates.switch_s_B is not None:
             seconds += float(candidates.switch_s_B.sum())
         kept_BP = candidates.survival_BP * (positions <= gamma_B[:, None])
-        worth = batch.size + float((kept_BP.sum(1) * batch.worth_B).sum())
-        if best is None or worth / seconds > best.worth_per_s:
+        seconds = max(seconds, LEAST_S)
+        gains = np.where(kept_BP > 0.0, batch.worth(candidates.survival_BP), 0.0).sum()
+        speed = float(batch.speed(gains))
+        if best is None or speed / seconds > best.worth_per_s:
             best = Allocation(
                 candidates=candidates,
                 gamma_B=gamma_B,
-                worth_per_s=worth / seconds,
+                worth_per_s=speed / seconds,
                 tokens=batch.size + float(kept_BP.sum()),
                 seconds=seconds,
             )

@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.allocate import Allocation, Batch, Candidates, allocate, allocate_uniform, batch_of
+from controller.allocate import LEAST_S, Allocation, Batch, allocate, allocate_uniform, batch_of
 from controller.base import BaseController
 from controller.calibration import Calibration
+from controller.candidates import Candidates, mixed
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
+from controller.explore import ExploreBudget
 from controller.log import Record
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
 
-EXPLORE_MEMORY_S = 20.0
-"""Time whose unspent exploration budget is kept: what was saved over minutes is not spent in one tail."""
-
-PLAN_S = 2.5e-4
+PLAN_S = 3.5e-4
 """What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
 
 UNCHANGED_PATIENCE = 4.0
@@ -31,6 +30,10 @@ UNCHANGED_PATIENCE = 4.0
 
 YOUNG_TOKENS = 64.0
 """Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
+
+TAIL_PATIENCE = 0.3
+"""In the tail a slot is weighed against its share of the whole round, and the best round may be three
+times as long as plain decoding's: so much cheaper may a slot be and still pay."""
 
 BATCH_CHANGE = 0.25
 """Relative change of the batch that is planned for at once."""
@@ -53,8 +56,11 @@ class _View:
     ar_per_s: float
     """Tokens per second of plain decoding; the sum of worth is the batch, so both units agree."""
 
+    row_worth: float
+    """Tokens plain decoding would commit in the time of one more policy row."""
+
     least_worth: float
-    """A slot kept less often than this cannot pay even for its own policy row."""
+    """A slot worth less than this cannot pay even for its own policy row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,20 +96,17 @@ class AutoController(BaseController):
         self._ar_seen_round: dict[int, int] = {}
         """By bucket of the batch: the round in which plain decoding was last observed."""
         self._last_drafter: dict[int, str] = {}
-        self._credit_s = 0.0
-        self._explored_s = 0.0
-        self._pending_loss_s = 0.0
-        self._pending_rate = 0.0
+        self._budget = ExploreBudget(config.explore_budget_frac)
         self._kept: _Kept | None = None
         self._since_plan_s = 0.0
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
+        self._last_ar_per_s = 0.0
 
     # Deciding.
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
-        self._pending_loss_s = self._pending_rate = 0.0
         now = _situation(load, tuple(d for d in self._drafters if self._watchdog.usable(d)))
         kept = self._kept
         if kept is not None and self._still_good(kept, now):
@@ -116,7 +119,7 @@ class AutoController(BaseController):
         """Return the plan with the best tokens per second, that rate, and what it was made from."""
         view = self._view(load)
         self._options = self._priced_options(view)
-        self._last_ar = (view.ar_s, float(view.batch.size))
+        self._last_ar, self._last_ar_per_s = (view.ar_s, float(view.batch.size)), view.ar_per_s
         best = max(self._options, key=lambda a: a.worth_per_s, default=None)
         gain = best.worth_per_s / view.ar_per_s - 1.0 if best is not None else -1.0
         config = self._config
@@ -128,8 +131,12 @@ class AutoController(BaseController):
                 assignments={}, reason=why, predicted_s=view.ar_s, predicted_tokens=float(view.batch.size)
             )
             return plain, view.ar_per_s, view
-        plan = self._priced(
-            load, self._assignments_of(view, best), f"{best.candidates.label}: gain {gain:+.1%}"
+        assignments = self._assignments_of(view, best)
+        plan = RoundPlan(
+            assignments=assignments,
+            reason=f"{best.candidates.label}: gain {gain:+.1%}",
+            predicted_s=self._model.predict_round(load, assignments).total_s,
+            predicted_tokens=best.tokens,
         )
         return plan, best.worth_per_s, view
 
@@ -176,16 +183,12 @@ class AutoController(BaseController):
             prefill_tokens=load.prefill_tokens,
             tail_weight=self._config.tail_weight,
             tail=load.waiting == 0 and load.prefill_tokens == 0,
+            sunk_s=self._model.prompt_s(load.prefill_tokens),
         )
-        longest = self._config.gammas[-1]
-        room = {
-            name: np.asarray([min(longest, self._room(s, name)) for s in sequences], dtype=np.intp)
-            for name in self._drafters
-            if self._watchdog.usable(name)
-        }
+        room = {name: self._caps(load, batch, name) for name in self._drafters if self._watchdog.usable(name)}
         rows, read = batch.size + load.prefill_tokens, batch.read_tokens
-        ar_s = self._model.predict_round(load, {}).total_s
-        ar_per_s = batch.size / ar_s
+        ar_s = self._model.plain_s(rows, sequences=batch.size, read_tokens=read)
+        ar_per_s = batch.size / max(ar_s - batch.sunk_s, LEAST_S)
         row_s = self._model.least_row_s(rows=rows, read_tokens=read, context_tokens=read)
         return _View(
             load=load,
@@ -193,8 +196,17 @@ class AutoController(BaseController):
             room_BD={name: caps for name, caps in room.items() if caps.any()},
             ar_s=ar_s,
             ar_per_s=ar_per_s,
-            least_worth=row_s * ar_per_s,
+            row_worth=row_s * ar_per_s,
+            least_worth=row_s * ar_per_s * (TAIL_PATIENCE if batch.tail else 1.0),
         )
+
+    def _caps(self, load: RoundLoad, batch: Batch, name: str) -> Ints:
+        """Return the most draft tokens each sequence can use from one drafter."""
+        most = min(self._drafters[name].max_gamma, self._config.gammas[-1])
+        silent = most if self._model.runs_model(name) else 0
+        ready = [s.history_match_tokens.get(name, silent) for s in load.sequences]
+        caps: Ints = np.minimum(np.minimum(batch.room_B, most), np.asarray(ready, dtype=np.intp))
+        return caps
 
     def _priced_options(self, view: _View) -> list[Allocation]:
         options = []
@@ -220,7 +232,11 @@ class AutoController(BaseController):
         free = [c for name, c in alone.items() if not self._model.runs_model(name)]
         if self._traits.gamma_per_sequence and free:
             models = [c for name, c in alone.items() if self._model.runs_model(name)]
-            out += [_mixed(view, model, free) for model in models]
+            mixes = (
+                mixed(model, free, row_worth=view.row_worth, plain_per_s=view.ar_per_s) for model in models
+            )
+            # All of one kind is what one of the drafters alone stands for already.
+            out += [m for m in mixes if 0 < np.count_nonzero(m.model_B) < view.batch.size]
         return out
 
     def _alone(self, view: _View, name: str) -> Candidates:
@@ -267,8 +283,10 @@ class AutoController(BaseController):
         if plan.assignments:
             bucket = bucket_of(view.batch.size)
             seen = self._ar_seen_round.setdefault(bucket, self._round)
-            loss_s = view.ar_s - view.batch.size / best_per_s
-            if self._round - seen >= self._config.check_interval_rounds and self._afford(loss_s, best_per_s):
+            loss_s = view.ar_s - view.batch.sunk_s - view.batch.size / best_per_s
+            if self._round - seen >= self._config.check_interval_rounds and self._budget.afford(
+                loss_s, best_per_s
+            ):
                 self._ar_seen_round[bucket] = self._round
                 return self._priced(view.load, {}, "check of plain decoding", probe=True)
         probe = self._probe(view, plan, best_per_s)
@@ -287,38 +305,34 @@ class AutoController(BaseController):
         caps = np.minimum(view.room_BD[name], self._config.probe_gamma)
         # The heaviest sequence stays longest, so what is learnt about it is used longest.
         at = int(np.argmax(np.where(caps > 0, view.batch.worth_B, -1.0)))
-        assignments = dict(plan.assignments)
-        if self._traits.gamma_per_sequence:
-            assignments[view.batch.keys[at]] = self._assignment(name, int(caps[at]))
-        else:
-            assignments = {
-                k: self._assignment(name, int(g)) for k, g in zip(view.batch.keys, caps, strict=True) if g
-            }
-        probe = self._priced(view.load, assignments, f"probe of {name}", probe=True)
-        loss_s = probe.predicted_s - probe.predicted_tokens / best_per_s
-        if not self._afford(loss_s, best_per_s):
+        moved = [at] if self._traits.gamma_per_sequence else np.flatnonzero(caps).tolist()
+        assignments, tokens = dict(plan.assignments), plan.predicted_tokens
+        for i in moved:
+            key, old = view.batch.keys[i], plan.of(view.batch.keys[i])
+            if old.gamma:
+                tokens -= self._acceptance.expected_accepted(old.drafter, old.gamma, key)
+            assignments[key] = self._assignment(name, int(caps[i]))
+            tokens += self._acceptance.expected_accepted(name, int(caps[i]), key)
+        probe = RoundPlan(
+            assignments=assignments,
+            reason=f"probe of {name}",
+            predicted_s=self._model.predict_round(view.load, assignments).total_s,
+            predicted_tokens=tokens,
+            probe=True,
+        )
+        loss_s = probe.predicted_s - view.batch.sunk_s - probe.predicted_tokens / best_per_s
+        if not self._budget.afford(loss_s, best_per_s):
             return None
         self._seen_round[name] = self._round
         return probe
-
-    def _afford(self, loss_s: float, best_per_s: float) -> bool:
-        """Whether the budget covers an exploring round; if so it is charged when its facts arrive."""
-        loss_s = max(0.0, loss_s)
-        if loss_s > self._credit_s:
-            return False
-        self._pending_loss_s, self._pending_rate = loss_s, best_per_s
-        self._credit_s -= loss_s
-        self._explored_s += loss_s
-        return True
 
     # Learning.
 
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
         self._since_plan_s += facts.total_s
-        budget = self._config.explore_budget_frac
-        self._credit_s = min(budget * EXPLORE_MEMORY_S, self._credit_s + budget * facts.total_s)
+        self._budget.earn(facts.total_s)
         if plan is not None and plan.probe:
-            self._charge_surprise(facts)
+            self._budget.settle(facts.total_s, facts.committed)
         speculated = False
         for o in facts.outcomes:
             if o.gamma > 0:
@@ -335,41 +349,39 @@ class AutoController(BaseController):
             alive = {o.key for o in facts.outcomes}
             self._last_drafter = {k: v for k, v in self._last_drafter.items() if k in alive}
 
-    def _charge_surprise(self, facts: RoundFacts) -> None:
-        """Charge what an exploring round lost beyond its prediction; a stall is not its fault."""
-        lost_s = facts.total_s - facts.committed / self._pending_rate if self._pending_rate else 0.0
-        extra = min(max(0.0, lost_s - self._pending_loss_s), self._pending_loss_s)
-        self._credit_s -= extra
-        self._explored_s += extra
-        self._pending_loss_s = 0.0
-
     # Explaining.
 
     def _alternatives(self) -> list[Record]:
-        ar_s, ar_tokens = self._last_ar
-        out: list[Record] = [
-            {"label": AR, "predicted_s": ar_s, "tokens": ar_tokens, "longest": 0, "drafted": 0}
-        ]
-        for option in self._options:
-            out.append(
-                {
-                    "label": option.candidates.label,
-                    "predicted_s": option.seconds,
-                    "tokens": option.tokens,
-                    "longest": int(option.gamma_B.max()),
-                    "drafted": int(option.gamma_B.sum()),
-                }
-            )
-        return out
+        plain = {
+            "label": AR,
+            "predicted_s": self._last_ar[0],
+            "tokens": self._last_ar[1],
+            "speed_per_s": self._last_ar_per_s,
+            "longest": 0,
+            "drafted": 0,
+        }
+        return [plain, *(_described(option) for option in self._options)]
 
     def gauges(self) -> dict[str, float]:
         """Return loggable numbers."""
-        explored = self._explored_s / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        explored = self._budget.lost_s / self._elapsed_s if self._elapsed_s > 0 else 0.0
         return {
             **super().gauges(),
             "controller/speculating": float(self._on),
             "controller/explored_frac": explored,
         }
+
+
+def _described(option: Allocation) -> Record:
+    """Return an option as plain data."""
+    return {
+        "label": option.candidates.label,
+        "predicted_s": option.seconds,
+        "tokens": option.tokens,
+        "speed_per_s": option.worth_per_s,
+        "longest": int(option.gamma_B.max()),
+        "drafted": int(option.gamma_B.sum()),
+    }
 
 
 def _situation(load: RoundLoad, usable: tuple[str, ...]) -> _Kept:
@@ -381,47 +393,3 @@ def _situation(load: RoundLoad, usable: tuple[str, ...]) -> _Kept:
         usable=usable,
         prefill=load.prefill_tokens > 0,
     )
-
-
-def _mixed(view: _View, model: Candidates, free: list[Candidates]) -> Candidates:
-    """Return ``model`` with the sequences moved to a free drafter that gain more there.
-
-    Gain is what the kept tokens are worth beyond the rows they take, at plain decoding's rate; the model
-    also pays its rows, but not its passes, which it shares.
-    """
-    row = view.least_worth
-    gain_B = _gain(model, row + model.line.row_s * view.ar_per_s)
-    drafter_B = np.asarray(model.drafter_B, dtype=object)
-    survival_BP, cap_B, model_B = model.survival_BP.copy(), model.cap_B.copy(), model.model_B.copy()
-    free_s, switch_s_B = 0.0, None if model.switch_s_B is None else model.switch_s_B.copy()
-    positions = survival_BP.shape[1]
-    for other in free:
-        other_gain_B = _gain(other, row)
-        moved_B = (other.cap_B > 0) & (other_gain_B >= gain_B)
-        width = min(positions, other.survival_BP.shape[1])
-        gain_B = np.where(moved_B, other_gain_B, gain_B)
-        drafter_B[moved_B] = other.label
-        survival_BP[moved_B] = 0.0
-        survival_BP[moved_B, :width] = other.survival_BP[moved_B, :width]
-        cap_B[moved_B] = np.minimum(other.cap_B, width)[moved_B]
-        model_B[moved_B] = False
-        free_s += other.free_s
-        if switch_s_B is not None:
-            switch_s_B[moved_B] = 0.0
-    return Candidates(
-        label=f"{model.label}+{'+'.join(f.label for f in free)}",
-        drafter_B=tuple(drafter_B.tolist()),
-        survival_BP=survival_BP,
-        cap_B=cap_B,
-        model_B=model_B,
-        line=model.line,
-        switch_s_B=switch_s_B,
-        free_s=free_s,
-    )
-
-
-def _gain(candidates: Candidates, row_worth: float) -> NDArray[np.float64]:
-    """Return per sequence the worth of its best number of draft tokens beyond their rows."""
-    positions = np.arange(1, candidates.survival_BP.shape[1] + 1)
-    within = positions <= candidates.cap_B[:, None]
-    return np.asarray(np.maximum(0.0, (candidates.survival_BP - row_worth) * within).sum(1))

@@ -148,7 +148,7 @@ class Calibration:
 def sweep_plan(
     shapes: Mapping[str, PartShape], max_batch: int, *, max_context_tokens: int = 512, max_gamma: int = 8
 ) -> list[SweepPoint]:
-    """Return the forwards to time: powers of two in rows, both kinds of rows, two contexts.
+    """Return the forwards to time: half octaves of rows, both kinds of rows, two contexts.
 
     At five repetitions of at most 250 ms for the largest it stays within 20 s on two slow cores.
     Drafters that run no model are left out: there is nothing to time.
@@ -161,7 +161,8 @@ def sweep_plan(
     for name, shape in shapes.items():
         if name != POLICY and shape.rows_per_draft_token == 0:
             continue
-        wide = [(b, b) for b in batches]
+        between = [b + b // 2 for b in batches if b >= 2 and b + b // 2 <= max_batch]
+        wide = [(b, b) for b in sorted(batches + between)]
         if name == POLICY:
             # Verification: few sequences with many rows each, up to where it is surely compute-bound.
             wide += [(s * r, s) for s in batches if s <= 8 for r in (2, 4, max_gamma)]

@@ -97,7 +97,7 @@ class ControllerConfig:
     """Share of the acceptance evidence kept when the policy version moves. Drafters are rebuilt from the
     new policy, so most of what was learnt still holds."""
 
-    change_z: float = 3.5
+    change_z: float = 3.0
     """While a drafter is only probed: standard errors between recent and remembered acceptance at which
     the memory is replaced by the recent evidence. At few tokens per probe, forgetting is too slow."""
 

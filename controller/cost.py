@@ -138,6 +138,20 @@ class CostModel:
         bound = maths_s * self._rate.slowdown >= moved_s * self._bandwidth.slowdown
         return part.per_row_s + (part.row_s * self._rate.slowdown if bound else 0.0)
 
+    def plain_s(self, rows: int, *, sequences: int, read_tokens: float) -> float:
+        """Return seconds of a round in which every sequence decodes plainly, prompt rows included."""
+        verify_s = self.forward_s(
+            POLICY, rows=rows, sequences=sequences, read_tokens=read_tokens, context_tokens=read_tokens
+        )
+        base_s, per_row_s = self.other_line_s(speculates=False)
+        return verify_s + base_s + per_row_s * rows
+
+    def prompt_s(self, rows: int) -> float:
+        """Return seconds of a forward of ``rows`` prompt rows alone; 0 for none."""
+        if not rows:
+            return 0.0
+        return self.forward_s(POLICY, rows=rows, sequences=1, read_tokens=0.0, context_tokens=0.0)
+
     def draft_line(self, drafter: str, *, sequences: int, mean_context_tokens: float) -> DraftLine:
         """Return the chord of a pass's cost between one row and ``sequences`` rows."""
         if drafter in self._free:
@@ -260,13 +274,13 @@ class CostModel:
         overhead_s = part.base_s + part.per_row_s * rows
         main_s = max(seconds / part.residuals.factor(*shape) - overhead_s, LEAST_MAIN_FRAC * seconds)
         by_bandwidth = moved_s * self._bandwidth.slowdown >= maths_s * self._rate.slowdown
-        if by_bandwidth:
-            self._bandwidth.observe(main_s / moved_s)
-        else:
-            self._rate.observe(main_s / maths_s)
+        tracker = self._bandwidth if by_bandwidth else self._rate
+        tracker.observe(main_s / (moved_s if by_bandwidth else maths_s))
         heard[0 if by_bandwidth else 1] = True
-        bound_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
-        part.residuals.observe(*shape, math.log(seconds / (bound_s + overhead_s)))
+        if tracker.settled:
+            # While the machine changes, its parameters are behind, and shapes must not take the blame.
+            bound_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
+            part.residuals.observe(*shape, math.log(seconds / (bound_s + overhead_s)))
 
 
 def _sane(facts: RoundFacts) -> bool:

@@ -225,7 +225,8 @@ class SimulatedMachine:
             for gamma in range(1, 9):
                 assignments: dict[int, Assignment] = {}
                 for s in load.sequences:
-                    ready = s.history_match_tokens.get(name, gamma)
+                    most = gamma if self.shapes[name].rows_per_draft_token else 0
+                    ready = s.history_match_tokens.get(name, most)
                     g = min(gamma, ready, s.remaining_tokens - 1)
                     if g > 0:
                         assignments[s.key] = Assignment(drafter=name, gamma=g)

@@ -14,8 +14,18 @@ FACTOR_RANGE = (0.2, 5.0)
 STALE_ROUNDS = 64
 """Rounds without an observation after which a parameter takes one step back to its calibration."""
 
-SETTLED_OBSERVATIONS = 6
-"""Neutral observations a fresh window starts with, so that one stall does not define the machine."""
+NEUTRAL_OBSERVATIONS = 3
+"""Observations at the calibration a fresh window starts with: one stall must not define the machine."""
+
+SETTLED_OBSERVATIONS = 10
+"""Observations before a parameter can count as settled: the machine may differ from its calibration by
+what it was busy with that day, and that is no fault of any one shape."""
+
+RECENT_OBSERVATIONS = 5
+"""Observations that are compared with the whole window to see whether the machine is changing."""
+
+SETTLED_LOG = 0.05
+"""Disagreement between the two that is still noise."""
 
 BUCKETS_PER_OCTAVE = 2
 """Resolution of the residual table: shapes within 20% of each other share a cell."""
@@ -51,6 +61,9 @@ CELL_LIMIT = 0.5
 LINE_STEP = 0.05
 """Share of an error a line takes over: the time outside forwards is small and changes slowly."""
 
+LINE_FIRST = 6
+"""Observations taken as they come, before there is an expectation to cut stalls by."""
+
 LINE_ROW_SCALE = 1.0 / 16.0
 """Brings usual row counts near 1, so that base and slope learn equally fast."""
 
@@ -67,9 +80,12 @@ class FactorTracker:
 
     def __init__(self, *, quantile: float, window: int) -> None:
         self._quantile = quantile
-        self._window: deque[float] = deque([0.0] * min(window, SETTLED_OBSERVATIONS), maxlen=window)
+        self._window: deque[float] = deque([0.0] * min(window, NEUTRAL_OBSERVATIONS), maxlen=window)
         self._idle_rounds = 0
         self.slowdown = 1.0
+        self._observations = 0
+        self.settled = False
+        """False at first, and while the latest observations disagree with the window."""
 
     def observe(self, slowdown: float) -> None:
         """Take one measured over calibrated time of the part this parameter bounds."""
@@ -86,8 +102,15 @@ class FactorTracker:
 
     def _push(self, log_slowdown: float) -> None:
         self._window.append(log_slowdown)
-        ordered = sorted(self._window)
-        self.slowdown = math.exp(ordered[int(self._quantile * (len(ordered) - 1))])
+        level = self._level(sorted(self._window))
+        latest = self._level(sorted(list(self._window)[-RECENT_OBSERVATIONS:]))
+        self._observations += 1
+        known = self._observations >= min(SETTLED_OBSERVATIONS, self._window.maxlen or 1)
+        self.settled = known and abs(latest - level) <= SETTLED_LOG
+        self.slowdown = math.exp(level)
+
+    def _level(self, ordered: list[float]) -> float:
+        return ordered[int(self._quantile * (len(ordered) - 1))]
 
 
 _BUCKETS = [round(BUCKETS_PER_OCTAVE * math.log2(max(1, rows))) for rows in range(4097)]
@@ -106,8 +129,9 @@ _KERNEL: Floats = np.exp(-0.5 * (_DISTANCE / NEIGHBOUR_OCTAVES) ** 2)
 class ResidualTable:
     """Lasting log error of the cost model by shape (rows, sequences) of one part.
 
-    Each cell starts from the quantile of its first observations, then follows it by small signed steps, so a stall moves it no further than any other
-    observation; neighbours are blended, and shapes never seen are believed to be as modelled.
+    Each cell starts from the quantile of its first observations, then follows it by small signed steps,
+    so a stall moves it no further than any other observation; neighbours are blended, and shapes never
+    seen are believed to be as modelled.
     """
 
     def __init__(self, *, quantile: float) -> None:
@@ -175,7 +199,7 @@ class LineTracker:
         """Take one measurement; a stall counts as three times the expectation at most."""
         self._observations += 1
         expected = self.predict(rows, flagged=flagged)
-        if self._observations > SETTLED_OBSERVATIONS:
+        if self._observations > LINE_FIRST:
             seconds = min(seconds, 3.0 * expected + 1e-4)
         x = rows * LINE_ROW_SCALE
         flag = LINE_FLAG_SCALE if flagged else 0.0

@@ -1,0 +1,200 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controller.calibration import Calibration, PartFit
+from controller.config import ControllerConfig
+from controller.cost import CostModel
+from controller.testing import HISTORY, SMALL_COSTS, SMALL_POLICY, SMALL_W4, SimulatedMachine, load_of
+from controller.tracking import FactorTracker, LineTracker, ResidualTable
+from controller.types import POLICY, Assignment, RoundFacts, RoundPlan
+
+SHAPES = {POLICY: SMALL_POLICY, "w4": SMALL_W4, "history": HISTORY}
+
+
+def exact_calibration() -> Calibration:
+    """The simulated machine, known exactly."""
+    parts = {}
+    for name, c in SMALL_COSTS.items():
+        parts[name] = PartFit(
+            bandwidth_bytes_per_s=c.bandwidth_bytes_per_s,
+            flops_per_s=c.flops_per_s,
+            context_factor=c.context_factor,
+            overhead_s=c.overhead_s,
+            overhead_s_per_row=c.overhead_s_per_row,
+            samples=9,
+            mape_frac=0.0,
+            worst_frac=0.0,
+        )
+    return Calibration(key="exact", parts=parts)
+
+
+def cost_model() -> CostModel:
+    return CostModel(SHAPES, exact_calibration(), ControllerConfig())
+
+
+def plan_of(batch: int, drafter: str, gammas: list[int]) -> RoundPlan:
+    return RoundPlan(
+        assignments={i: Assignment(drafter=drafter, gamma=g) for i, g in enumerate(gammas) if g},
+        reason="test",
+    )
+
+
+@pytest.mark.parametrize("gammas", [[], [4], [3, 1, 0, 2], [1] * 16])
+def test_a_round_is_priced_as_the_machine_behaves(gammas: list[int]) -> None:
+    quiet = SimulatedMachine(shapes=SHAPES, other_s=0.0, other_s_per_row=0.0)
+    load = load_of(max(1, len(gammas)), context_tokens=700)
+    plan = plan_of(len(gammas), "w4", gammas)
+    draft_s, verify_s, other_s = predicted = cost_model().predict_round(load, plan.assignments)
+    assert predicted.total_s == pytest.approx(quiet.true_s(load, plan))
+    assert draft_s + verify_s + other_s == predicted.total_s
+    assert (draft_s > 0) == any(gammas)
+
+
+def test_a_history_drafter_costs_rows_but_no_passes() -> None:
+    load, cost = load_of(4), cost_model()
+    plain = cost.predict_round(load, {})
+    free = cost.predict_round(load, plan_of(4, "history", [4] * 4).assignments)
+    assert free.draft_s == 0.0
+    assert free.verify_s > plain.verify_s
+
+
+def test_rows_of_one_sequence_read_its_keys_once_and_compute_their_own_attention() -> None:
+    cost = cost_model()
+    few = cost.forward_s(POLICY, rows=4, sequences=1, read_tokens=4000, context_tokens=16_000)
+    many = cost.forward_s(POLICY, rows=4, sequences=4, read_tokens=16_000, context_tokens=16_000)
+    assert many > few * 1.5
+
+
+def test_the_curve_agrees_with_single_forwards() -> None:
+    cost, rows = cost_model(), np.arange(2, 60)
+    curve = cost.verify_curve_s(rows, rows * 300.0, sequences=2, read_tokens=600.0)
+    single = [
+        cost.forward_s(POLICY, rows=int(r), sequences=2, read_tokens=600.0, context_tokens=r * 300.0)
+        for r in rows
+    ]
+    assert curve == pytest.approx(single)
+
+
+def test_the_draft_line_is_exact_at_both_ends() -> None:
+    cost = cost_model()
+    line = cost.draft_line("w4", sequences=8, mean_context_tokens=300.0)
+    for n in (1, 8):
+        exact = cost.forward_s("w4", rows=n, sequences=n, read_tokens=n * 300.0, context_tokens=n * 300.0)
+        assert line.pass_s + n * line.row_s == pytest.approx(exact)
+
+
+def run(
+    cost: CostModel, machine: SimulatedMachine, batch: int, gamma: int, *, start: int, rounds: int
+) -> None:
+    for r in range(start, start + rounds):
+        load = load_of(batch, round_index=r)
+        cost.observe(machine.run(load, plan_of(batch, "w4", [gamma] * batch if gamma else [])))
+
+
+def test_slower_memory_is_followed_within_a_window_and_back() -> None:
+    machine = SimulatedMachine(
+        shapes=SHAPES, stall_chance=0.05, slowdown=lambda r: 1.4 if 100 <= r < 200 else 1.0
+    )
+    cost, fast = cost_model(), SMALL_COSTS[POLICY].bandwidth_bytes_per_s
+    run(cost, machine, 2, 0, start=0, rounds=100)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(fast, rel=0.05)
+    run(cost, machine, 2, 0, start=100, rounds=24)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(fast / 1.4, rel=0.08)
+    run(cost, machine, 2, 0, start=200, rounds=24)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(fast, rel=0.08)
+
+
+def test_plain_rounds_move_bandwidth_and_wide_verification_moves_rate() -> None:
+    slow = {k: replace(c, flops_per_s=c.flops_per_s / 1.3) for k, c in SMALL_COSTS.items()}
+    machine = SimulatedMachine(shapes=SHAPES, costs=slow, slowdown=lambda r: 1.2)
+    cost = cost_model()
+    run(cost, machine, 2, 0, start=0, rounds=40)
+    assert cost.flops_per_s == SMALL_COSTS[POLICY].flops_per_s
+    bandwidth = cost.bandwidth_bytes_per_s
+    assert bandwidth == pytest.approx(SMALL_COSTS[POLICY].bandwidth_bytes_per_s / 1.2, rel=0.06)
+    run(cost, machine, 16, 4, start=40, rounds=40)
+    assert cost.flops_per_s == pytest.approx(SMALL_COSTS[POLICY].flops_per_s / 1.3, rel=0.06)
+
+
+def test_a_lasting_misfit_of_one_shape_is_learnt_for_that_shape_alone() -> None:
+    machine = SimulatedMachine(
+        shapes=SHAPES, misfit=lambda part, rows, s: 1.25 if rows > s and s == 4 else 1.0
+    )
+    cost = cost_model()
+    for r in range(300):
+        run(cost, machine, 4, 3 if r % 2 else 0, start=r, rounds=1)
+    for gamma in (0, 3):
+        load, plan = load_of(4), plan_of(4, "w4", [gamma] * 4 if gamma else [])
+        assert cost.predict_round(load, plan.assignments).total_s == pytest.approx(
+            machine.true_s(load, plan), rel=0.05
+        )
+
+
+def test_stalls_barely_move_a_prediction() -> None:
+    machine = SimulatedMachine(shapes=SHAPES, stall_chance=0.15, stall_s=0.05)
+    cost = cost_model()
+    run(cost, machine, 1, 0, start=0, rounds=200)
+    load = load_of(1)
+    assert cost.predict_round(load, {}).total_s == pytest.approx(
+        machine.true_s(load, plan_of(1, "w4", [])), rel=0.05
+    )
+
+
+@pytest.mark.parametrize("field", ["verify_s", "total_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_nonsense_times_teach_nothing(field: str, value: float) -> None:
+    cost, machine = cost_model(), SimulatedMachine(shapes=SHAPES)
+    load = load_of(2)
+    before = cost.predict_round(load, {})
+    facts: RoundFacts = replace(machine.run(load, plan_of(2, "w4", [2, 2])), **{field: value})
+    cost.observe(facts)
+    assert cost.predict_round(load, {}) == before
+
+
+def test_rounds_with_prompt_rows_teach_nothing() -> None:
+    cost, machine, load = cost_model(), SimulatedMachine(shapes=SHAPES), load_of(2)
+    before = cost.predict_round(load, {})
+    cost.observe(replace(machine.run(load, plan_of(2, "w4", [])), prefill_rows=64, verify_s=1.0, total_s=1.1))
+    assert cost.predict_round(load, {}) == before
+
+
+def test_a_part_without_calibration_is_refused_by_name() -> None:
+    partial = Calibration(key="k", parts={POLICY: exact_calibration().parts[POLICY]})
+    with pytest.raises(ValueError, match="w4"):
+        CostModel(SHAPES, partial, ControllerConfig())
+
+
+def test_an_unheard_parameter_returns_to_its_calibration() -> None:
+    tracker = FactorTracker(quantile=0.35, window=24)
+    for _ in range(30):
+        tracker.observe(2.0)
+    assert tracker.slowdown == pytest.approx(2.0)
+    for _ in range(64 * 24):
+        tracker.idle()
+    assert tracker.slowdown == 1.0
+
+
+def test_a_factor_never_leaves_its_range() -> None:
+    tracker = FactorTracker(quantile=0.35, window=24)
+    for _ in range(30):
+        tracker.observe(1e9)
+    assert tracker.slowdown == pytest.approx(5.0)
+
+
+def test_shapes_never_seen_are_believed_to_be_as_modelled() -> None:
+    table = ResidualTable(quantile=0.35)
+    for _ in range(64):
+        table.observe(8, 2, 0.1)
+    assert table.factor(8, 2) == pytest.approx(math.exp(0.1), rel=0.02)
+    assert table.factor(512, 64) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_time_outside_forwards_is_learnt_without_blaming_speculation() -> None:
+    line, rng = LineTracker(base_s=0.0, per_row_s=0.0), np.random.default_rng(0)
+    for _ in range(30):
+        line.observe(6, 5e-4 * float(np.exp(0.05 * rng.standard_normal())), flagged=True)
+    assert line.predict(6, flagged=True) == pytest.approx(5e-4, rel=0.1)
+    assert line.predict(2, flagged=False) > 3e-4
