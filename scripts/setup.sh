@@ -28,7 +28,7 @@ step() {
   shift
   output="$(mktemp)"
   say "$title"
-  tick "$title" "$output" &
+  tick "$output" &
   TICKER=$!
   disown "$TICKER"  # or the shell would report its end
   "$@" >"$output" 2>&1 || status=$?
@@ -49,7 +49,7 @@ tick() {
   while true; do
     sleep 15 >/dev/null 2>&1 &
     wait "$!"
-    say "$1: $(tail -n 1 "$2" | cut -c 1-90)"
+    say "  ... $(grep -v -e '^WARNING' -e '^$' "$1" | tail -n 1 | cut -c 1-100)"
   done
 }
 
