@@ -43,7 +43,7 @@ class Emission:
     key: tuple[str, int]
     attempt: int
     first_index: int
-    """Index of ``tokens[0]`` among the request's new tokens."""
+    """Index of ``tokens[0]`` among the tokens of the completion to come; ``prefix_ids`` do not count."""
 
     tokens: tuple[TokenRecord, ...]
 

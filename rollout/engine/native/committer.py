@@ -125,7 +125,7 @@ class Committer:
             Emission(
                 key=sequence.request.key,
                 attempt=sequence.request.attempt,
-                first_index=sequence.new_tokens - committed,
+                first_index=len(sequence.records) - committed,
                 tokens=tuple(sequence.records[-committed:]),
             )
         )
