@@ -18,15 +18,22 @@ class CalibrateConfig:
     """Also write the calibration here, as JSON."""
 
 
+ProofPart = Literal["law", "coupled", "faults", "equality"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyConfig:
     """How much ``taildraft verify`` compares."""
 
     out: str | None = None
-    """Write the verdict and every comparison here, as JSON."""
+    """Write the verdict and every check here, as JSON; None: ``verify.json`` in the run's folder."""
 
     cut: bool = False
-    """The short version: fewer requests, batches and draft lengths, one host."""
+    """The short version: fewer requests, batches, draft lengths and cases, shorter texts, one host."""
+
+    parts: tuple[ProofPart, ...] = ("law", "coupled", "faults", "equality")
+    """``law``: exact enumeration of ``block`` and ``token``; ``coupled``: planted drafts and the noise;
+    ``faults``: known-wrong engines that must be caught; ``equality``: this policy under every arm."""
 
     requests: int = 64
     batches: tuple[int, ...] = (1, 4, 32)
@@ -35,13 +42,22 @@ class VerifyConfig:
     """Empty: all that ``drafter.names`` lists."""
 
     hosts: tuple[int, ...] = (1, 2)
+    """Services to compare with, by their number of hosts; empty: none."""
+
     max_tokens: int = 48
+    """Most new tokens of a text on average; fewer where the machine would not end within ``limit_s``."""
+
+    limit_s: float = 540.0
+    """What the whole is sized for. Nothing is cut off at it."""
 
     def __post_init__(self) -> None:
-        _all_positive("verify", requests=self.requests, max_tokens=self.max_tokens)
+        _all_positive("verify", requests=self.requests, max_tokens=self.max_tokens, limit_s=self.limit_s)
         _all_positive("verify", **{f"batches[{i}]": b for i, b in enumerate(self.batches)})
         _all_positive("verify", **{f"gammas[{i}]": g for i, g in enumerate(self.gammas)})
         _all_positive("verify", **{f"hosts[{i}]": h for i, h in enumerate(self.hosts)})
+        for name in ("parts", "batches", "gammas"):
+            if not getattr(self, name):
+                raise ConfigError(f"verify.{name} must name something")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +103,7 @@ class BenchConfig:
     """``fixed`` tries these for ``w4`` at each batch in a pilot; the best is then measured."""
 
     min_pairs: int = 3
-    max_pairs: int = 20
+    max_pairs: int = 40
     """Pairs that count, per ratio. They are added until the 90% interval is narrower than half the margin."""
 
     margin_frac: float = 0.1

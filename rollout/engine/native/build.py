@@ -35,8 +35,13 @@ def build_engine(
     host: str = "local",
 ) -> NativeEngine:
     """Load the policy and return an engine that serves it. Logs every choice that ``auto`` left open."""
-    policy = load_policy(policy_config, dtype=_DTYPES[engine_config.dtype])
+    policy = load_policy(policy_config, dtype=weights_dtype(engine_config))
     return engine_of(policy, engine_config, drafter_config, version=policy_config.version, host=host)
+
+
+def weights_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the dtype a policy is loaded in for ``engine_of``."""
+    return _DTYPES[config.dtype]
 
 
 def engine_of(
@@ -95,7 +100,7 @@ def _decoder(
         spec,
         cos_PH=cos_PH,
         sin_PH=sin_PH,
-        dtype=_DTYPES[config.dtype],
+        dtype=weights_dtype(config),
         device=config.device,
         exact=exact,
     )
