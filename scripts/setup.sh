@@ -28,7 +28,7 @@ step() {
   shift
   output="$(mktemp)"
   say "$title"
-  tick "$output" &
+  bash -c "$TICK" tick "$output" "$$" 2>/dev/null &
   TICKER=$!
   disown "$TICKER"  # or the shell would report its end
   "$@" >"$output" 2>&1 || status=$?
@@ -42,23 +42,22 @@ step() {
   say "$title: done in $((SECONDS - started)) s"
 }
 
-tick() {
-  # The sleep must not outlive its parent: it would hold the terminal or pipe open.
-  exec 2>/dev/null
-  trap 'kill "$!" 2>/dev/null; exit 0' TERM
-  while true; do
-    sleep 15 >/dev/null 2>&1 &
-    wait "$!"
-    say "  ... $(grep -v -e '^WARNING' -e '^$' "$1" | tail -n 1 | cut -c 1-100)"
-  done
-}
-
+# Shows the last line of a file every 15 s until it is ended, or the set-up is gone. Its sleep must not
+# outlive it: that would hold the terminal or pipe open.
+TICK='
+trap "kill \$nap 2>/dev/null; exit 0" TERM
+while kill -0 "$2"; do
+  sleep 15 >/dev/null 2>&1 &
+  nap=$!
+  wait "$nap"
+  printf "              ... %s\n" "$(grep -v -e "^WARNING" -e "^\$" "$1" | tail -n 1 | cut -c 1-100)"
+done
+'
 TICKER=""
 stop_ticking() {
   [ -z "$TICKER" ] || kill "$TICKER" 2>/dev/null || true
   TICKER=""
 }
-trap stop_ticking EXIT
 
 find_python() {
   local name
