@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
-from rollout.engine.law_check import EXACT_TV, check_law, standard_cases
+from rollout.engine.law_check import EXACT_TV, LawCase, check_law, standard_cases
 from rollout.engine.planted_laws import planted_checks
 from rollout.proof.finding import Finding
-from rollout.proof.round_law import check_round_law, round_cases
+from rollout.proof.round_law import RoundCase, check_round_law, round_cases
 
 PART = "law"
 
@@ -45,17 +46,14 @@ class _Group:
 
 def function_findings(*, cut: bool, note: Note) -> Iterator[Finding]:
     """Enumerate the verification functions alone; the full version plants errors in them too."""
-    groups: dict[str, _Group] = {}
-    for case in standard_cases():
-        if cut and case.gamma > 2:
-            continue
-        name = f"{case.rule}, gamma {case.gamma}, functions alone"
+    cases = sorted((c for c in standard_cases() if not cut or c.gamma <= 2), key=_rule_and_gamma)
+    for (rule, gamma), some in groupby(cases, key=_rule_and_gamma):
+        name = f"{rule}, gamma {gamma}, functions alone"
         note(name)
-        found = check_law(case)
-        groups.setdefault(name, _Group()).add(
-            f"seed {case.seed}", tv=found.tv, branches=found.branches, passed=found.passed
-        )
-    for name, group in sorted(groups.items()):
+        group = _Group()
+        for case in some:
+            found = check_law(case)
+            group.add(f"seed {case.seed}", tv=found.tv, branches=found.branches, passed=found.passed)
         yield group.finding(name)
     if cut:
         return
@@ -72,13 +70,17 @@ def function_findings(*, cut: bool, note: Note) -> Iterator[Finding]:
 
 def round_findings(*, cut: bool, note: Note) -> Iterator[Finding]:
     """Enumerate the production round."""
-    groups: dict[str, _Group] = {}
-    for kind, case in round_cases(cut=cut):
-        name = f"{case.rule}, gamma {case.gamma}, production round"
-        note(f"{name}: {kind}")
-        found = check_round_law(case)
-        groups.setdefault(name, _Group()).add(
-            f"{kind} ({found.drafted} drafts)", tv=found.tv, branches=found.branches, passed=found.passed
-        )
-    for name, group in sorted(groups.items()):
+    cases = sorted(round_cases(cut=cut), key=lambda named: _rule_and_gamma(named[1]))
+    for (rule, gamma), some in groupby(cases, key=lambda named: _rule_and_gamma(named[1])):
+        name = f"{rule}, gamma {gamma}, production round"
+        group = _Group()
+        for kind, case in some:
+            note(f"{name}: {kind}")
+            found = check_round_law(case)
+            told = f"{kind} ({found.drafted} drafts)"
+            group.add(told, tv=found.tv, branches=found.branches, passed=found.passed)
         yield group.finding(name)
+
+
+def _rule_and_gamma(case: LawCase | RoundCase) -> tuple[str, int]:
+    return case.rule, case.gamma
