@@ -6,4 +6,4 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 bash scripts/setup.sh trl
-exec .venv/bin/taildraft run trainer=quickstart "$@"
+exec .venv/bin/taildraft run "$@"
