@@ -14,6 +14,10 @@ SAME_WORK_FRAC = 0.05
 """Two arms that did the same work in times further apart than this ran on two different machines, in effect:
 memory speed moves by 40% within minutes. Their pair is dropped, and counted."""
 
+REFERENCE_SHARE = 0.1
+"""Reference forwards only surround the runs. They drop a pair for what could matter to its claim: a change of
+10% says nothing against a ratio of three."""
+
 SHARED_ROUNDS = 24
 """Fewest shared plain rounds that speak for a pair: their mean is then steadier than the limit above."""
 
@@ -49,10 +53,12 @@ class Gap:
 
     by: Literal["plain rounds", "reference forward"]
 
-    @property
-    def too_wide(self) -> bool:
+    def too_wide(self, claim: "Claim") -> bool:
         """Whether the pair must be dropped."""
-        return self.frac > SAME_WORK_FRAC
+        most = SAME_WORK_FRAC
+        if self.by == "reference forward":
+            most = max(most, REFERENCE_SHARE * claim.margin)
+        return self.frac > most
 
 
 def same_work_gap(a: Timed, b: Timed) -> Gap:
@@ -126,7 +132,7 @@ class PairedRatio:
     def add(self, a: Timed, b: Timed) -> bool:
         """Take a pair; return whether it counts."""
         gap = same_work_gap(a, b)
-        if gap.too_wide:
+        if gap.too_wide(self.claim):
             self.dropped.append(gap)
             return False
         self.ratios.append(b.makespan_s / a.makespan_s)

@@ -4,8 +4,8 @@ A result is data: the exit code says whether it could be measured, goals are rep
 fails is a text that differs between two runs of our own.
 """
 
+import gc
 import json
-import logging
 import os
 import sys
 import time
@@ -31,8 +31,6 @@ from rollout.jobs.config import JobConfig
 from rollout.progress import Progress, say
 from rollout.settings import to_plain
 
-log = logging.getLogger(__name__)
-
 RESULT_FILE = "bench.json"
 
 SAMPLE_EVERY_S = 20.0
@@ -56,6 +54,7 @@ def main(job: JobConfig) -> int:
         hf = _foreign_arm(grids, engine_config) if HF in arms else None
     cells = drain_cells(job, grids, arms, hf) if bench.workload == "drain" else fixed_cells(job, grids, arms)
     book = _Book(job, engine_config, grids, cells, hf, out)
+    gc.freeze()  # what lives until the end need not be walked before every run
     with Progress(f"bench {bench.workload}", unit="runs") as progress:
 
         def note(what: str) -> None:

@@ -1,0 +1,189 @@
+"""Our own arms: one engine, fresh state per run, and no result when a token differs."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from controller.config import ControllerConfig
+from drafters.config import DrafterConfig
+from drafters.registry import build
+from rollout.bench.arms import ArmSpec, EngineArms, TextDiffersError, TextGuard, Work, arm_specs
+from rollout.bench.cell import Cell
+from rollout.bench.pairing import Claim, PairedRatio
+from rollout.bench.schedule import measure
+from rollout.engine.native.engine import NativeEngine
+from rollout.jobs.calibrate import calibrate
+from rollout.testing import tiny_policy
+from rollout.testing_native import tiny_engine
+
+DRAFTERS = ("w4", "history")
+SPECS = arm_specs(ControllerConfig(), DRAFTERS, gamma=3)
+WORK = Work(
+    prompts=tuple(tuple(range(3 + row, 12 + row)) for row in range(4)),
+    max_tokens=(20, 6, 13, 3),
+    ignore_eos=True,
+    temperature=1.0,
+    run_seed=0,
+)
+
+SHORT = replace(WORK, prompts=WORK.prompts[:2], max_tokens=(5, 2))
+
+
+def small_engine() -> NativeEngine:
+    return tiny_engine(tiny_policy(seed=0), [build(name, DrafterConfig()) for name in DRAFTERS])
+
+
+@pytest.fixture(scope="module")
+def arms() -> Iterator[EngineArms]:
+    engine = small_engine()
+    gc.freeze()  # every run collects first, and would walk all that pytest holds
+    yield EngineArms(engine, calibrate(engine, ControllerConfig(), key="tiny", budget_s=0.2))
+    gc.unfreeze()
+
+
+def cell_of(arms: EngineArms, *, min_pairs: int = 2, max_pairs: int = 2) -> Cell:
+    ratios = [
+        PairedRatio(
+            Claim(name=f"trace_{name}_over_ar", a=name, b="ar", margin=0.1),
+            min_pairs=min_pairs,
+            max_pairs=max_pairs,
+        )
+        for name in ("w4", "auto")
+    ]
+    specs = {name: SPECS[name] for name in ("ar", "w4", "auto")}
+    return Cell(prefix="trace_", arms=arms, specs=specs, work=SHORT, ratios=ratios, seed=0, cap_tokens=32)
+
+
+def silent(what: str) -> None:
+    """Hear and forget."""
+
+
+def test_every_arm_gives_the_same_text_at_its_own_lengths(arms: EngineArms) -> None:
+    guard = TextGuard(where="")
+    for spec in (*SPECS.values(), SPECS["ar"]):
+        guard.check(spec.name, arms.run(spec, WORK).texts)
+    assert guard.lengths == WORK.max_tokens
+    assert guard.runs_by_arm == {"ar": 2, "w4": 1, "history": 1, "auto": 1}
+
+
+def test_plain_decoding_pays_for_no_drafter(arms: EngineArms) -> None:
+    run = arms.run(SPECS["ar"], WORK)
+    assert arms.engine.traits.drafters == ()
+    assert set(run.summary.by_choice) == {"prefill", "ar"}
+    assert all(t.rounds for t in run.summary.plain_by_work.values())
+    arms.run(SPECS["w4"], WORK)
+    assert [d.name for d in arms.engine.traits.drafters] == ["w4"]
+
+
+def test_an_unknown_drafter_cannot_be_switched_on(arms: EngineArms) -> None:
+    with pytest.raises(ValueError, match="no drafter eagle; there are: w4, history"):
+        arms.engine.use_drafters(["eagle"])
+
+
+def test_a_switched_off_drafter_is_switched_on_again_whole(arms: EngineArms) -> None:
+    before = arms.run(SPECS["w4"], WORK).summary.acceptance["w4"]
+    arms.run(SPECS["ar"], WORK)
+    again = arms.run(SPECS["w4"], WORK).summary.acceptance["w4"]
+    assert (again.drafted, again.accepted) == (before.drafted, before.accepted)
+    assert again.accepted > 0
+
+
+def test_history_cannot_see_the_answers_of_an_earlier_run() -> None:
+    """Asked again under the same names it does see them, so the names are what keeps runs apart."""
+    work = replace(WORK, max_tokens=(40,) * 4)
+    fresh = EngineArms(small_engine(), None)
+    first, second = (fresh.run(SPECS["history"], work).summary.acceptance for _ in range(2))
+    counts = [(a["history"].drafted, a["history"].accepted) for a in (first, second)]
+    assert counts[0] == counts[1]
+
+    again = _SameNames(small_engine(), None)
+    again.run(SPECS["history"], work)
+    seen = again.run(SPECS["history"], work).summary.acceptance["history"]
+    assert seen.rate > 0.5 > first["history"].rate
+
+
+class _SameNames(EngineArms):
+    """Forgets to name its prompts anew."""
+
+    def run(self, spec: ArmSpec, work: Work):  # type: ignore[no-untyped-def]
+        self._runs = 0
+        return super().run(spec, work)
+
+
+def test_another_text_is_refused_by_row_and_position(arms: EngineArms) -> None:
+    guard = TextGuard(where="trace_")
+    texts = arms.run(SPECS["ar"], WORK).texts
+    guard.check("ar", texts)
+    planted = [list(text) for text in texts]
+    planted[2][5] += 1
+    with pytest.raises(TextDiffersError, match=r"trace_w4: row 2 differs at its new token 5: \d+ instead"):
+        guard.check("w4", tuple(map(tuple, planted)))
+    with pytest.raises(TextDiffersError, match=r"row 0 differs at its new token 19: the end instead of \d+"):
+        guard.check("w4", (texts[0][:-1], *texts[1:]))
+    with pytest.raises(TextDiffersError, match="3 rows instead of 4"):
+        guard.check("w4", texts[:-1])
+
+
+def test_a_cell_stops_at_the_first_run_whose_text_differs(arms: EngineArms) -> None:
+    cell = cell_of(arms)
+    cell.prepare(silent)
+    cell.work = replace(SHORT, run_seed=1)
+    with pytest.raises(TextDiffersError, match="trace_"):
+        cell.repeat(silent)
+
+
+def test_a_cell_gives_every_open_ratio_one_pair_per_repetition(arms: EngineArms) -> None:
+    cell = cell_of(arms)
+    cell.prepare(silent)
+    cell.repeat(silent)
+    assert {name: len(times) for name, times in cell.makespans.items()} == {"ar": 1, "w4": 1, "auto": 1}
+    assert [len(r.ratios) + len(r.dropped) for r in cell.ratios] == [1, 1]
+
+
+def test_the_order_of_arms_is_shuffled_by_seed_and_repetition(arms: EngineArms) -> None:
+    def orders(seed: int) -> list[list[str]]:
+        cell = replace(cell_of(arms), seed=seed)
+        found = []
+        for number in range(12):
+            cell.repetitions = number
+            found.append(cell._order({"ar", "w4", "history", "auto", "hf"}))
+        return found
+
+    assert orders(0) == orders(0) != orders(1)
+    assert len({tuple(order) for order in orders(0)}) > 6
+    assert {order.index("hf") for order in orders(0)} == {0, 4}
+
+
+def test_measuring_ends_when_all_pairs_are_run_and_says_why(arms: EngineArms) -> None:
+    cell = cell_of(arms, max_pairs=2)
+    said: list[str] = []
+    heard: list[str] = []
+    ending = measure(
+        [cell],
+        limit_s=0.0,
+        clock=iter(range(10**6)).__next__,
+        note=said.append,
+        before_repetition=lambda: heard.append("before"),
+        after_repetition=lambda: heard.append("after"),
+    )
+    assert ending in ("max_pairs", "settled")
+    assert not cell.open
+    assert heard == ["before", "after"] * cell.repetitions
+    assert said[0] == "trace_: reference text"
+
+
+def test_no_repetition_starts_that_would_outlast_the_limit(arms: EngineArms) -> None:
+    """A clock that jumps ten seconds per look: every repetition seems to take ten."""
+    cell = cell_of(arms, min_pairs=50, max_pairs=50)
+    ending = measure(
+        [cell],
+        limit_s=65.0,
+        clock=iter(range(0, 10**6, 10)).__next__,
+        note=silent,
+        before_repetition=lambda: None,
+        after_repetition=lambda: None,
+    )
+    assert ending == "max_minutes"
+    assert cell.repetitions == 3
