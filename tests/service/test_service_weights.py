@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import ray
 import torch
 from ray._private.internal_api import memory_summary
 
@@ -12,9 +13,13 @@ from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scri
 pytestmark = pytest.mark.ray
 
 
+def store_summary() -> str:
+    return memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+
+
 def needed_frac() -> float:
     """Return which share of the object store somebody still holds."""
-    line = next(x for x in memory_summary(stats_only=True).splitlines() if "Plasma memory usage" in x)
+    line = next(x for x in store_summary().splitlines() if "Plasma memory usage" in x)
     return float(line.split("full,")[1].split("%")[0]) / 100
 
 
@@ -107,5 +112,5 @@ def test_updates_in_a_loop_keep_no_old_weights_in_the_store(start):
     for version in range(1, 25):
         assert client.update_weights(state, version) == version
         assert needed_frac() < 0.35, "more than three versions are held"
-    assert "Spilled" not in memory_summary(stats_only=True)
+    assert "Spilled" not in store_summary()
     assert versions_of(client.generate(scripted_requests(1, tag="last"))) == {24}
