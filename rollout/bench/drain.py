@@ -7,8 +7,8 @@ at a seeded long-tailed length; its goals are the ones speculation is judged by.
 from collections.abc import Sequence
 
 from rollout.bench.arms import Work, arm_specs
-from rollout.bench.cell import Cell
-from rollout.bench.grids import AUTO, HF, Grid
+from rollout.bench.cell import HF, Cell
+from rollout.bench.grids import AUTO, Grid
 from rollout.bench.hf_arm import HfArm
 from rollout.bench.lengths import trace_lengths
 from rollout.bench.pairing import Claim, PairedRatio

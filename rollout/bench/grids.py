@@ -8,6 +8,7 @@ import torch
 
 from controller.types import AR
 from rollout.bench.arms import EngineArms
+from rollout.bench.cell import HF
 from rollout.bench.machine import usable_cores
 from rollout.config import EngineConfig
 from rollout.engine.native.build import engine_of
@@ -22,7 +23,6 @@ from rollout.policy.source import Policy, load_policy
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-HF = "hf"
 HISTORY = "history"
 
 
