@@ -114,10 +114,10 @@ def text_of(completion: Completion) -> Text:
 
 
 def run_engine(
-    engine: Engine, requests: Iterable[Request], plan: Planner
+    engine: Engine, requests: Iterable[Request], plan: Planner, *, pending: int = 0
 ) -> dict[tuple[str, int], Completion]:
-    """Run requests to their end and return each one's completion; every request ends exactly once."""
-    expected = 0
+    """Run requests, and ``pending`` earlier ones, to their end; every request ends exactly once."""
+    expected = pending
     for request in requests:
         engine.add(request)
         expected += 1

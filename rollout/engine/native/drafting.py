@@ -63,9 +63,8 @@ class Drafting:
     def rebuild_all(self, view: PolicyView) -> None:
         """Rebuild every drafter from the live policy; one that refuses is switched off, and said so."""
         self._view = view
-        for slot in self.slots.values():
-            slot.enabled, slot.failures_in_a_row = True, 0
-            self._rebuild(slot)
+        for name in self.slots:
+            self.rebuild(name)
 
     def use_only(self, names: Collection[str]) -> None:
         """Switch every other drafter off, until the next rebuild; one that was never built stays off.
@@ -83,6 +82,12 @@ class Drafting:
         for slot in self.slots.values():
             if slot.enabled:
                 slot.drafter.committed(request, finished=finished)
+
+    def rebuild(self, name: str) -> None:
+        """Rebuild one drafter now and give it another chance."""
+        slot = self.slots[name]
+        slot.enabled, slot.failures_in_a_row = True, 0
+        self._rebuild(slot)
 
     def _rebuild(self, slot: DrafterSlot) -> None:
         assert self._view is not None, "rebuild_all comes first"

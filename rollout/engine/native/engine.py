@@ -180,8 +180,8 @@ class NativeEngine:
 
     @property
     def running(self) -> int:
-        """Sequences that hold KV."""
-        return len(self._scheduler.running)
+        """Sequences under way: those that hold KV, and preempted ones that wait to get it back."""
+        return self._scheduler.under_way
 
     def load(self) -> RoundLoad:
         """Admit what fits and say what the next round will decode."""
@@ -296,8 +296,8 @@ class NativeEngine:
         Nothing can fail after the check, so an update is live whole or not at all.
         """
         stage = self._open_stage()
-        if self._update_mode == "drain" and self._scheduler.running:
-            raise WeightUpdateError(f"{self.running} sequences still run and in_flight=drain waits for them")
+        if self._update_mode == "drain" and self.running:
+            raise WeightUpdateError(f"{self.running} sequences are under way and in_flight=drain waits")
         started = time.perf_counter()
         if self._checked_state is None:
             self.check_update()
@@ -330,6 +330,28 @@ class NativeEngine:
             verify=self._config.verify,
             weights=weights,
         )
+
+    # ---- drafters and memory --------------------------------------------------------------------
+
+    def drafter_versions(self) -> Mapping[str, int]:
+        """Return the policy version each working drafter was last built from."""
+        slots = self._drafting.slots.items()
+        return {name: slot.drafter.drafter_version for name, slot in slots if slot.enabled}
+
+    def rebuild_drafter(self, name: str) -> None:
+        """Build one drafter anew from the live policy; one that refuses is switched off, and said so."""
+        self._drafting.rebuild(name)
+
+    def sleep(self) -> None:
+        """Give the KV memory back. Running sequences go back to waiting and compute their KV again later."""
+        for sequence in reversed(list(self._scheduler.running.values())):
+            self._scheduler.preempt(sequence)
+        self._scheduler.prefix.clear()
+        self._state.storage = self._decoder.new_storage(1)
+
+    def wake(self) -> None:
+        """Take the KV memory again."""
+        self._state.storage = self._decoder.new_storage(self._scheduler.pool.total)
 
     # ---- the rest -------------------------------------------------------------------------------
 

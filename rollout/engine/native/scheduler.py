@@ -57,18 +57,25 @@ class Scheduler:
                 return sequence
         return None
 
+    @property
+    def under_way(self) -> int:
+        """Sequences that were admitted and are not over, preempted ones included."""
+        return len(self.running) + sum(s.admitted_s is not None for s in self.waiting)
+
     def decoding(self) -> list[LiveSequence]:
         """Return the sequences that decode, in order of admission."""
         return [s for s in self.running.values() if s.phase is Phase.DECODE]
 
     def admit(self, version: int, now_s: float) -> None:
-        """Move waiting sequences to the running set while slots and pages allow."""
-        if not self.admitting:
-            return
+        """Move waiting sequences to the running set while slots and pages allow.
+
+        While not ``admitting``, only sequences that were preempted come back.
+        """
         skipped: list[LiveSequence] = []
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
-            if self._leader_is_writing(sequence):
+            barred = not self.admitting and sequence.admitted_s is None
+            if barred or self._leader_is_writing(sequence):
                 skipped.append(sequence)
                 continue
             if not self._start(sequence, version, now_s):

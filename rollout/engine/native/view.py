@@ -15,9 +15,10 @@ from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Chooser
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class EngineState:
-    """The engine's parts a draft forward reads. One object, shared by reference, never copied."""
+    """The engine's parts a draft forward reads. One object, shared by reference: a woken engine puts its new
+    KV memory here and every draft model sees it."""
 
     decoder: Decoder
     storage: KVStorage

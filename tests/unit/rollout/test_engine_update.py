@@ -1,0 +1,136 @@
+"""Weight updates, sleep and rebuilds of the native engine, between rounds and never half."""
+
+import math
+
+import pytest
+import torch
+
+from drafters.config import DrafterConfig
+from drafters.registry import build
+from drafters.testing import FailingDrafter
+from rollout.config import EngineConfig
+from rollout.engine.native.engine import NativeEngine
+from rollout.engine.protocol import UpdateManifest
+from rollout.errors import WeightUpdateError
+from rollout.policy.weights import manifest
+from rollout.testing import TinyPolicy, tiny_policy
+from rollout.testing_native import ar_plan, fixed_plan, requests_for, run_engine, texts, tiny_engine
+from rollout.types import SamplingParams
+
+PARAMS = (SamplingParams(max_tokens=16, ignore_eos=True),)
+
+
+def _engine(policy: TinyPolicy, **config: int) -> NativeEngine:
+    settings = EngineConfig(**{"max_batch": 8, "max_context_tokens": 128, **config})  # type: ignore[arg-type]
+    return tiny_engine(policy, [build("w4", DrafterConfig(w4_kernel="torch"))], config=settings)
+
+
+def _push(engine: NativeEngine, policy: TinyPolicy, version: int) -> int:
+    engine.begin_update(manifest(policy.state, version), in_flight="drain")
+    engine.stage(policy.state.items())
+    engine.check_update()
+    return engine.commit_update()
+
+
+def _check(engine: NativeEngine, declared: UpdateManifest, state: dict[str, torch.Tensor]) -> None:
+    engine.begin_update(declared, in_flight="drain")
+    engine.stage(state.items())
+    engine.check_update()
+
+
+def _faulty(policy: TinyPolicy, fault: str) -> tuple[UpdateManifest, dict[str, torch.Tensor]]:
+    state = dict(policy.state)
+    name = "model.layers.1.mlp.up_proj.weight"
+    declared = manifest(state, 0 if fault == "version" else 1)
+    if fault == "missing":
+        del state[name]
+    elif fault == "extra":
+        state["model.layers.7.mlp.up_proj.weight"] = state[name]
+    elif fault == "shape":
+        state[name] = state[name].T.contiguous()
+    elif fault == "nan":
+        state[name] = state[name].clone()
+        state[name][3, 5] = math.nan
+        declared = manifest(state, 1)
+    elif fault == "changed":
+        state[name] = state[name] + 1
+    return declared, state
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "nan", "version", "changed"])
+def test_a_faulty_update_is_refused_whole_and_the_old_version_serves_on(fault: str) -> None:
+    policy = tiny_policy()
+    requests = requests_for(vocab=48, prompts=3, params=PARAMS)
+    engine = _engine(policy)
+    before = texts(run_engine(engine, requests, ar_plan))
+    fingerprint = engine.fingerprint
+    declared, state = _faulty(policy, fault)
+    with pytest.raises(WeightUpdateError):
+        _check(engine, declared, state)
+    assert (engine.policy_version, engine.fingerprint) == (0, fingerprint)
+    assert texts(run_engine(engine, requests, fixed_plan("w4", 3))) == before
+    assert _push(engine, tiny_policy(seed=1), 1) == 1
+
+
+def test_every_update_reaches_the_drafter_as_well_as_the_policy() -> None:
+    engine = _engine(tiny_policy())
+    for version in (1, 2, 5):
+        policy = tiny_policy(seed=version)
+        assert _push(engine, policy, version) == version
+        assert engine.drafter_versions() == {"w4": version}
+        requests = requests_for(vocab=48, prompts=3, params=PARAMS)
+        done = run_engine(engine, requests, fixed_plan("w4", 3))
+        fresh = run_engine(_engine(policy), requests, fixed_plan("w4", 3))
+        assert texts(done) == texts(fresh)
+        for key, completion in done.items():
+            assert completion.provenance is not None
+            assert fresh[key].provenance is not None
+            assert completion.provenance.accepted == fresh[key].provenance.accepted
+
+
+def test_drain_waits_for_preempted_sequences_too() -> None:
+    policy = tiny_policy()
+    engine = _engine(policy, kv_tokens=5 * 16, max_batch=4)
+    requests = requests_for(vocab=48, prompts=4, params=(SamplingParams(max_tokens=40, ignore_eos=True),))
+    for request in requests:
+        engine.add(request)
+    preempted = 0.0
+    while not preempted:
+        engine.run_round(ar_plan(engine.load()))
+        preempted = engine.gauges()["engine/preemptions"]
+    other = tiny_policy(seed=1)
+    engine.begin_update(manifest(other.state, 1), in_flight="drain")
+    engine.stage(other.state.items())
+    versions: set[int] = set()
+    while engine.running:
+        for completion in engine.run_round(ar_plan(engine.load())).completions:
+            versions |= {t.policy_version for t in completion.tokens}
+    assert versions == {0}
+    assert engine.commit_update() == 1
+
+
+def test_a_sleeping_engine_forgets_its_memory_and_not_its_work() -> None:
+    policy = tiny_policy()
+    requests = requests_for(vocab=48, prompts=3, params=PARAMS)
+    expected = texts(run_engine(_engine(policy), requests, ar_plan))
+    engine = _engine(policy)
+    for request in requests:
+        engine.add(request)
+    plan = fixed_plan("w4", 2)
+    for _ in range(4):
+        engine.run_round(plan(engine.load()))
+    engine.sleep()
+    assert engine.gauges()["engine/kv_pages_used"] == 0
+    engine.wake()
+    assert texts(run_engine(engine, [], plan, pending=len(requests))) == expected
+
+
+def test_a_drafter_that_cannot_be_built_is_off_until_a_rebuild_succeeds() -> None:
+    drafter = FailingDrafter(failing_rebuilds=(0,), failing_proposals=(), tokens=(3,))
+    engine = tiny_engine(tiny_policy(), [drafter])
+    assert engine.traits.drafters == ()
+    requests = requests_for(vocab=48, prompts=2, params=PARAMS)
+    done = run_engine(engine, requests, fixed_plan(drafter.name, 1))
+    assert all(c.provenance is not None and c.provenance.drafted == 0 for c in done.values())
+    engine.rebuild_drafter(drafter.name)
+    assert [d.name for d in engine.traits.drafters] == [drafter.name]
