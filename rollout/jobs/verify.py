@@ -180,6 +180,7 @@ class _Proof:
                 {
                     "fault": f.name,
                     "caught": f.passed,
+                    "caught_by": f.caught_by,
                     "first_difference": f.detail,
                 }
                 for f in self.findings

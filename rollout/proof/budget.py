@@ -23,7 +23,10 @@ DRAIN_FRAC = 0.6
 """Mean share of a full batch that still runs while texts of different lengths end."""
 
 SLACK = 1.4
-"""For prompts, choosing and committing, which the forwards do not show."""
+"""For choosing and committing, which the forwards do not show."""
+
+PROMPT_ROWS = 8
+"""Of a request whose full prompt pages are shared: the rest of the last page, on average."""
 
 LEAST_TOKENS = 6
 """Shorter texts would not cross a draft of eight."""
@@ -45,8 +48,9 @@ def affordable_tokens(
 ) -> int:
     """Return the mean new tokens per request, ``most`` at most, with which all arms end in time."""
     times = {part: _forward_times(engine, part) for part in {POLICY, *(a.drafter for a in arms if a.gamma)}}
+    prompts_s = len(arms) * requests * _at(times[POLICY], PROMPT_ROWS)
     per_token_s = SLACK * requests * sum(_token_s(arm, times) for arm in arms)
-    return max(LEAST_TOKENS, min(most, int(within_s / per_token_s)))
+    return max(LEAST_TOKENS, min(most, int((within_s - prompts_s) / per_token_s)))
 
 
 def _token_s(arm: PricedArm, times: dict[str, dict[int, float]]) -> float:

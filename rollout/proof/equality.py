@@ -5,6 +5,7 @@ only ``numerics=exact`` and ``verify=coupled`` are set, because those are what i
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -84,6 +85,7 @@ class EqualityProof:
     """Drafts kept, by drafter, over all its arms."""
 
     _main: NativeEngine | None = None
+    _load_s: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.scope.drafters) - set(self.drafter_config.names))
@@ -97,7 +99,9 @@ class EqualityProof:
         """Yield one finding per arm, the reference first."""
         self.note("loading the engine")
         arms = self._main_arms()
+        started_s = time.monotonic()
         self._main = engine = self._engine(self._config(self.scope.max_tokens))
+        self._load_s = time.monotonic() - started_s
         self.fingerprint = engine.fingerprint
         yield self._reference(engine, arms)
         for arm in arms:
@@ -249,13 +253,13 @@ class EqualityProof:
     def _reference(self, engine: NativeEngine, arms: Sequence[Arm]) -> Finding:
         scope = self.scope
         plain = PricedArm(batch=1, drafter=AR, gamma=0)
-        variants = [PricedArm(batch=max(scope.batches), drafter=AR, gamma=0)] * 6
+        variants = [PricedArm(batch=max(scope.batches), drafter=AR, gamma=0)] * 4
         priced = [PricedArm(batch=a.batch, drafter=a.drafter, gamma=a.gamma) for a in arms]
         tokens = affordable_tokens(
             engine,
             [plain, *priced, *variants],
             requests=scope.requests,
-            within_s=scope.within_s,
+            within_s=scope.within_s - len(variants) * self._load_s,
             most=scope.max_tokens,
         )
         self.requests = mixed_requests(self.policy, count=scope.requests, max_tokens=tokens, seed=scope.seed)

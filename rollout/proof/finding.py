@@ -67,6 +67,9 @@ class Finding:
 
     seconds: float = 0.0
     difference: Difference | None = None
+    caught_by: str = ""
+    """Of a planted fault: the check that told it from the right engine."""
+
     measures: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> str:

@@ -65,6 +65,7 @@ def function_findings(*, cut: bool, note: Note) -> Iterator[Finding]:
             passed=planted.caught,
             detail=f"caught by law: total variation {planted.tv:.2g}" if planted.caught else "NOT caught",
             compared=1,
+            caught_by="law" if planted.caught else "",
         )
 
 

@@ -30,13 +30,13 @@ FALSE_ALARM = 1e-6
 """Bound on the odds that any single check below rejects a perfect source."""
 
 TOKENS = 4096
-POSITIONS = 48
+POSITIONS = 128
 SEEDS = 8
-"""1.6 million hashes per look: a deviation of one part in a thousand of any cell of 256 shows."""
+"""4.2 million hashes, 8192 pairs in each of 256 cells: 1% off everywhere, or 14% in one cell, is rejected."""
 
 BINS = 16
 TAILS = (2.0**-8, 2.0**-14, 2.0**-18)
-"""Shares of the largest noise that are counted; the rarest has an expected count of 6."""
+"""Shares of the largest noise that are counted; the rarest is expected 16 times, so its absence shows."""
 
 
 def chi_square_limit(freedom: int) -> float:

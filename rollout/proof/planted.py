@@ -97,4 +97,5 @@ def judge_fault(fault: Fault) -> Finding:
         compared=1,
         seconds=found.seconds,
         difference=found.difference,
+        caught_by="" if found.passed else by,
     )
