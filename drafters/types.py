@@ -47,6 +47,9 @@ class Proposal:
     passes: int
     rows: int
     context_tokens: int
+    problem: str = ""
+    """What stopped drafting early, if anything failed. The drafts before it are sound and must be kept:
+    dropping them for what came after them would not be lossless in block and token mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

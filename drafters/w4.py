@@ -117,9 +117,16 @@ class W4Drafter:
         drafts: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
         passes = rows = context_tokens = 0
+        problem = ""
         for depth in range(max(gammas, default=0)):
             live = [i for i, gamma in enumerate(gammas) if gamma > depth]
-            step = self._step(model, [requests[i] for i in live], [drafts[i] for i in live])
+            try:
+                step = self._step(model, [requests[i] for i in live], [drafts[i] for i in live])
+            except DraftError as error:
+                if depth == 0:
+                    raise
+                problem = str(error)
+                break
             passes += 1
             rows += len(live)
             # Row i reads the keys of all its tokens and of every draft before it, its own input included.
@@ -134,6 +141,7 @@ class W4Drafter:
             passes=passes,
             rows=rows,
             context_tokens=context_tokens,
+            problem=problem,
         )
 
     def _live_model(self) -> DraftModel:

@@ -148,7 +148,7 @@ class Drafting:
         if len(proposal.tokens) != len(requests):
             raise DraftError(f"{name} answered {len(proposal.tokens)} of {len(requests)} requests")
         drafted: dict[int, Drafted] = {}
-        problem = ""
+        problem = proposal.problem
         for i, request in enumerate(requests):
             tokens = list(proposal.tokens[i])[: request.gamma]
             probs = None if proposal.probs is None else proposal.probs[i][: len(tokens)]

@@ -307,3 +307,16 @@ def test_compiled_linears_are_the_ones_the_oracle_rounds() -> None:
         oracle = build_linear("torch", weight, bits=bits, group=32)  # type: ignore[arg-type]
         difference = (drafter.linears[weight.name].apply(x_RK) - oracle.apply(x_RK)).abs().max()
         assert difference <= 0.02 * oracle.apply(x_RK).abs().max()
+
+
+def test_drafts_before_a_failed_pass_are_kept_and_the_failure_is_named() -> None:
+    passes = iter([DraftStep(tokens=[5], probs=None), DraftStep(tokens=[6], probs=None)])
+
+    def answer(rows: int) -> DraftStep:
+        step = next(passes, None)
+        return raising(rows) if step is None else step
+
+    proposal = built(AnsweringPolicy(answer), w4_kernel="torch").propose([request(0, [1], 4)])
+    assert proposal.tokens == [[5, 6]]
+    assert proposal.passes == 2
+    assert "kernel fell over" in proposal.problem
