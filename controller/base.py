@@ -7,7 +7,7 @@ from controller.acceptance import AcceptanceModel
 from controller.calibration import Calibration
 from controller.config import ControllerConfig
 from controller.cost import CostModel
-from controller.log import Record, controller_record, load_to_dict, plan_to_dict
+from controller.log import Record, controller_record, decision_record
 from controller.types import (
     AR,
     POLICY,
@@ -150,10 +150,7 @@ class BaseController:
         if self._last_load is None or self._last_plan is None:
             raise ValueError("nothing was decided yet")
         return {
-            "event": "decision",
-            "now_s": self._last_now_s,
-            "load": load_to_dict(self._last_load),
-            "plan": plan_to_dict(self._last_plan),
+            **decision_record(self._last_load, self._last_plan, now_s=self._last_now_s),
             "alternatives": self._alternatives(),
             "state": self._state(),
         }

@@ -2,7 +2,8 @@
 
 A log is JSON lines, one event each, named by ``event``:
 
-    controller      config, traits, shapes, calibration: all a replay is built from (first line)
+    controller      config, traits, shapes, calibration: all a replay is built from. The first line; a later
+                    one starts a fresh controller, as a resumed run does
     decision        load, now_s and the plan; ``alternatives`` and ``state`` are for people
     facts           what the round did
     policy_changed  version
@@ -124,6 +125,11 @@ def controller_record(
         "shapes": {name: asdict(shape) for name, shape in shapes.items()},
         "calibration": calibration.to_json() if calibration is not None else None,
     }
+
+
+def decision_record(load: RoundLoad, plan: RoundPlan, *, now_s: float) -> Record:
+    """Return the line of a decision, without the alternatives only its controller knows."""
+    return {"event": "decision", "now_s": now_s, "load": load_to_dict(load), "plan": plan_to_dict(plan)}
 
 
 def facts_record(facts: RoundFacts) -> Record:

@@ -72,6 +72,8 @@ def replay(records: Iterable[Record], *, config: ControllerConfig | None = None)
             controller.observe(facts)
             if out and out[-1].load.round_index == facts.round_index:
                 out[-1] = replace(out[-1], facts=facts)
+        elif event == "controller":
+            controller = controller_of(record, config=config)
         elif event == "policy_changed":
             controller.policy_changed(record["version"])
         elif event == "drafter_built":

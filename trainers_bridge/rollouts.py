@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class TrainerRollouts:
         run_seed: int = 0,
         first_call: int = 0,
         first_round: int = 0,
+        folder: Path | None = None,
     ) -> None:
         self.params: SamplingParams = training_params(config)
         self.clock = StepClock()
@@ -83,7 +85,7 @@ class TrainerRollouts:
         """Of the last push; None before the first."""
 
         self._client, self._tokenizer, self._config = client, tokenizer, config
-        self._recorder = RolloutRecorder(tracker, first_round=first_round)
+        self._recorder = RolloutRecorder(tracker, first_round=first_round, folder=folder)
         self._run_seed = run_seed
         self._pushed_step: int | None = None
         self._calls = first_call

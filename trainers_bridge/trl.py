@@ -48,16 +48,28 @@ STEPS = "steps"
 
 
 def make_rollout_func(
-    client: RolloutClient, tokenizer: Any, config: TrainerConfig, tracker: Tracker, *, run_seed: int = 0
+    client: RolloutClient,
+    tokenizer: Any,
+    config: TrainerConfig,
+    tracker: Tracker,
+    *,
+    run_seed: int = 0,
+    folder: Path | None = None,
 ) -> TrainerRollouts:
     """Return a ``rollout_func`` for ``GRPOTrainer``. Raises for sampling the trainer cannot reproduce.
 
     It applies the chat template itself, pushes weights whenever ``global_step`` moved, and hands over exact
     ids with ``scaled`` logprobs. ``policy_version``, ``finish_reason``, ``kept_logmass``, ``drafted_tokens``
     and ``accepted_tokens`` reach the reward functions, one per sample. One per trainer and process.
+    With ``folder`` it also writes ``controller-HOST.jsonl`` there, which ``controller.replay`` replays.
     """
     return TrainerRollouts(
-        client=client, tokenizer=tokenizer, config=config, tracker=tracker, run_seed=run_seed
+        client=client,
+        tokenizer=tokenizer,
+        config=config,
+        tracker=tracker,
+        run_seed=run_seed,
+        folder=folder,
     )
 
 
@@ -81,6 +93,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
         run_seed=job.seed,
         first_call=earlier.calls,
         first_round=earlier.rounds,
+        folder=folder,
     )
     with Progress("training", total=config.steps) as progress:
         progress.advance(len(earlier.steps))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from controller.decide import Controller
+from controller.log import Record, drafter_built_record, policy_changed_record
 from controller.types import InFlight, RoundLoad
 from rollout.engine.protocol import Engine, UpdateManifest
 from rollout.errors import (
@@ -118,6 +119,9 @@ class EngineLoop:
         self._rounds = 0
         self._records: deque[RoundRecord] = deque(maxlen=record_limit)
         self._records_dropped = 0
+        self._events: list[Record] = [controller.controller_record()]
+        """What the next round record tells beside its round."""
+
         self._round_started_s: float | None = None
         self._gauges: dict[str, float] = {}
         self._gauges_at_s = float("-inf")
@@ -248,6 +252,7 @@ class EngineLoop:
         return turn == "round"
 
     def _round(self, load: RoundLoad, now_s: float) -> None:
+        events, self._events = tuple(self._events), []
         plan = self.controller.decide(load, now_s=now_s)
         self._round_started_s = now_s
         outcome = self.engine.run_round(plan)
@@ -256,7 +261,7 @@ class EngineLoop:
         self._rounds += 1
         self._records_dropped += len(self._records) == self._records.maxlen
         self._records.append(
-            RoundRecord(host=self.host, at_s=now_s, load=load, plan=plan, facts=outcome.facts)
+            RoundRecord(host=self.host, at_s=now_s, load=load, plan=plan, facts=outcome.facts, events=events)
         )
         for emission in outcome.emissions:
             self._live.emit(emission)
@@ -281,6 +286,7 @@ class EngineLoop:
         if isinstance(self.engine, DrafterKeeper):
             for name, version in self.engine.drafter_versions().items():
                 self.controller.drafter_built(name, version)
+                self._events.append(drafter_built_record(name, version))
 
     def _post(self, action: Callable[[], T]) -> Future[T]:
         def guarded() -> T:
@@ -393,6 +399,7 @@ class EngineLoop:
             self.engine.discard_update()
             raise
         self.controller.policy_changed(version)
+        self._events.append(policy_changed_record(version))
         self._tell_drafter_versions()
         return version
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from controller.log import Record
 from controller.types import EngineTraits, RoundFacts, RoundLoad, RoundPlan
 from rollout.engine.protocol import Emission
 from rollout.types import Completion
@@ -67,6 +68,9 @@ class RoundRecord:
     load: RoundLoad
     plan: RoundPlan
     facts: RoundFacts
+    events: tuple[Record, ...] = ()
+    """What the controller heard between the previous decision's facts and this decision, in order, as
+    ``controller.log`` records. The first round of a loop starts with what the controller was built from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

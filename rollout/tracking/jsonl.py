@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 METRICS = "metrics"
+KIND_NAME = re.compile(r"[a-z][a-z_]*")
+"""What a kind of record may be called. Other files of the run's folder have a dash or dot in their names."""
 
 
 class JsonlTracker(OneWriter):
@@ -45,7 +47,7 @@ class JsonlTracker(OneWriter):
     def record(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write one line of ``kind``. Raises ``ValueError`` for what is not plain data."""
         self.check_owner()
-        if not re.fullmatch(r"[a-z][a-z_]*", kind) or kind == METRICS:
+        if not KIND_NAME.fullmatch(kind) or kind == METRICS:
             raise ValueError(f"{kind!r} cannot name a kind of record")
         self._write(kind, fields)
 
@@ -64,7 +66,7 @@ class JsonlTracker(OneWriter):
         file = self._files.get(kind)
         if file is None:
             path = self._folder / f"{kind}.jsonl"
-            _cut_torn_line(path)
+            cut_torn_line(path)
             file = self._files[kind] = path.open("ab")
         file.write(text.encode() + b"\n")
         file.flush()
@@ -87,7 +89,8 @@ def read_jsonl(folder: Path, kind: str = METRICS) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last newline, so that a file can be appended to; none is fine."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

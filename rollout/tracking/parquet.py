@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.tracking.jsonl import METRICS, read_jsonl
+from rollout.tracking.jsonl import KIND_NAME, METRICS, read_jsonl
 from rollout.tracking.tracker import Clock, OneWriter
 
 
@@ -29,7 +29,8 @@ class ParquetExport(OneWriter):
         """Write one file per kind the journal holds."""
         if self.claim_finish():
             for path in sorted(self._folder.glob("*.jsonl")):
-                export_kind(self._folder, path.stem)
+                if KIND_NAME.fullmatch(path.stem):
+                    export_kind(self._folder, path.stem)
 
 
 def export_kind(folder: Path, kind: str) -> Path:

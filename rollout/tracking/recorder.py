@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controller.types import RoundFacts, RoundLoad, RoundPlan
 from rollout.settings import to_plain
+from rollout.tracking.control_log import ControlLogs
 from rollout.tracking.reduce import RolloutPool, completion_record, round_gauges
 from rollout.tracking.tracker import Tracker
 from rollout.types import Completion
@@ -23,17 +25,21 @@ class RolloutRecorder:
     """Counts, journals and charts a run's rounds and completions. Lives in the driver, beside its tracker.
 
     Rounds of several hosts share the clock ``engine/round``: it counts rounds in the order they arrive.
-    ``first_round`` continues it after a resume.
+    ``first_round`` continues it after a resume. With ``folder`` every host's control log is written there.
     """
 
-    def __init__(self, tracker: Tracker, *, first_round: int = 0) -> None:
+    def __init__(self, tracker: Tracker, *, first_round: int = 0, folder: Path | None = None) -> None:
         self._tracker = tracker
+        self._control = None if folder is None else ControlLogs(folder)
         self._pool = RolloutPool()
         self._next_round = first_round
 
     def rounds(self, records: Iterable[RoundRecord]) -> None:
         """Take rounds in the order they ran on each host."""
-        for record in records:
+        ran = list(records)
+        if self._control is not None:
+            self._control.rounds(ran)
+        for record in ran:
             self._pool.add_round(record.facts, record.plan)
             line = round_record(
                 host=record.host, at_s=record.at_s, load=record.load, plan=record.plan, facts=record.facts

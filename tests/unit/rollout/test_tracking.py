@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -526,8 +527,9 @@ def test_trackio_stores_rows_with_their_clocks(tmp_path: Path, monkeypatch: pyte
 def test_parquet_holds_every_value_of_the_journal(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     tracker = _open(tmp_path, "jsonl", parquet=True)
-    recorder = RolloutRecorder(tracker)
-    recorder.rounds([record(outcome(1, gamma=2, accepted=1))])
+    recorder = RolloutRecorder(tracker, folder=tmp_path)
+    first = record(outcome(1, gamma=2, accepted=1))
+    recorder.rounds([replace(first, events=({"event": "controller"},))])
     recorder.step(0, wall_s=1.0)
     tracker.finish()
     metrics = pq.read_table(tmp_path / "metrics.parquet").to_pylist()
@@ -535,3 +537,6 @@ def test_parquet_holds_every_value_of_the_journal(tmp_path: Path) -> None:
     assert len(metrics) == sum(len(x["values"]) for x in lines)
     rounds = pq.read_table(tmp_path / "rounds.parquet").to_pylist()
     assert json.loads(rounds[0]["facts"])["batch"] == 1
+    control = tmp_path / "controller-host-0.jsonl"  # in the same folder, and no kind of the journal
+    assert control.exists()
+    assert not list(tmp_path.glob("controller-*.parquet"))
