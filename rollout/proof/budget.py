@@ -16,13 +16,13 @@ from rollout.errors import CapacityError, UnsupportedError
 
 TIMED_ROWS = (1, 8, 32, 128)
 CONTEXT_TOKENS = 48
-ASSUMED_ACCEPTANCE = 0.6
-"""Of a draft token. Low, because arms that accept more only end sooner."""
+ASSUMED_ACCEPTANCE = 0.75
+"""Of a draft token. On the low side: arms that accept more only end sooner."""
 
 DRAIN_FRAC = 0.6
 """Mean share of a full batch that still runs while texts of different lengths end."""
 
-SLACK = 1.4
+SLACK = 1.2
 """For choosing and committing, which the forwards do not show."""
 
 PROMPT_ROWS = 8
@@ -48,7 +48,7 @@ def affordable_tokens(
 ) -> int:
     """Return the mean new tokens per request, ``most`` at most, with which all arms end in time."""
     times = {part: _forward_times(engine, part) for part in {POLICY, *(a.drafter for a in arms if a.gamma)}}
-    prompts_s = len(arms) * requests * _at(times[POLICY], PROMPT_ROWS)
+    prompts_s = len(arms) * _at(times[POLICY], requests * PROMPT_ROWS)
     per_token_s = SLACK * requests * sum(_token_s(arm, times) for arm in arms)
     return max(LEAST_TOKENS, min(most, int((within_s - prompts_s) / per_token_s)))
 
