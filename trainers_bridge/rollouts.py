@@ -20,6 +20,7 @@ import torch
 from rollout.errors import ConfigError
 from rollout.seeds import sample_seed
 from rollout.tracking.recorder import RolloutRecorder
+from rollout.tracking.reduce import slowest_build_s
 from rollout.tracking.tracker import Tracker
 from rollout.types import Completion, Request, SamplingParams
 from trainers_bridge.config import TrainerConfig
@@ -129,7 +130,7 @@ class TrainerRollouts:
                 raise PolicyPushError(f"pushed version {version}, but the service runs version {live}")
             took_s = time.perf_counter() - started_s
             self.clock.weight_sync_s += took_s
-            build_s = drafter_build_s(self._client.stats())
+            build_s = slowest_build_s(self._client.stats())
             self._recorder.update(version=version, update_s=took_s, drafter_build_s=build_s)
         trainer.accelerator.wait_for_everyone()
         self._pushed_step, self.policy_version = step, version
@@ -235,17 +236,6 @@ def handed_output(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Com
         samples=len(prompt_ids), completion_ids=output["completion_ids"], logprobs=output["logprobs"]
     )
     return output
-
-
-def drafter_build_s(stats: Mapping[str, float]) -> float:
-    """Return the seconds the slowest host took to rebuild its drafters; hosts rebuild side by side."""
-    by_host: dict[str, float] = {}
-    for name, value in stats.items():
-        area, _, rest = name.partition("/")
-        host, _, gauge = rest.partition("/")
-        if area == "host" and gauge.startswith("drafter/") and gauge.endswith("_build_s"):
-            by_host[host] = by_host.get(host, 0.0) + value
-    return max(by_host.values(), default=0.0)
 
 
 def kept_mass_gauges(completions: Sequence[Completion]) -> dict[str, float]:

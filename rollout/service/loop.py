@@ -401,6 +401,7 @@ class EngineLoop:
         self.controller.policy_changed(version)
         self._events.append(policy_changed_record(version))
         self._tell_drafter_versions()
+        self._gauges_at_s = float("-inf")  # who waits for the update asks next what building drafters took
         return version
 
     def _discard_update(self) -> None:

@@ -190,6 +190,16 @@ def test_a_drain_waits_for_what_runs_and_holds_what_waits():
     assert [{t.policy_version for t in c.tokens} for c in driven.completions] == [{0}, {0}, {1}]
 
 
+def test_gauges_are_fresh_once_an_update_is_committed():
+    driven = Driven()  # its clock stands still, so nothing else refreshes them
+    driven.do(driven.loop.add(scripted_requests(1, tokens=4)))
+    driven.turns(8)
+    assert driven.loop.status().gauges["controller/rounds"] == 0
+    begin(driven, scripted_weights(1), 1)
+    driven.do(driven.loop.commit_update())
+    assert driven.loop.status().gauges["controller/rounds"] == driven.loop.status().rounds > 0
+
+
 def test_a_discarded_update_changes_nothing_and_frees_who_waits_for_it():
     driven = Driven()
     driven.do(driven.loop.add(scripted_requests(2)))
