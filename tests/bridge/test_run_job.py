@@ -10,6 +10,7 @@ import yaml
 
 pytest.importorskip("trl", reason="the trl extra is not installed")
 
+from controller.replay import read_log, replay
 from rollout.testing import save_tiny_folder
 from rollout.tracking.jsonl import read_jsonl
 
@@ -61,7 +62,11 @@ def test_a_run_leaves_its_settings_its_identity_and_every_number(tmp_path: Path)
     rounds = list(read_jsonl(folder, "rounds"))
     assert sum(v["rollout/rounds"] for v in rollouts) == len(rounds) > 0
     assert len(list(read_jsonl(folder, "completions"))) == 4
-    events = [line["event"] for line in read_jsonl(folder, "events")]
-    assert events[0] == "service_started"
-    assert events[-1] == "run_ended"
-    assert events.count("weight_update") == 2
+    decisions = replay(read_log(folder / "controller-host-0.jsonl"))
+    assert len(decisions) == len(rounds)
+    assert all(d.same for d in decisions)
+    events = list(read_jsonl(folder, "events"))
+    assert events[0]["event"] == "service_started"
+    assert events[-1]["event"] == "run_ended"
+    updates = [line for line in events if line["event"] == "weight_update"]
+    assert [0.0 < line["drafter_build_s"] < line["update_s"] for line in updates] == [True, True]
