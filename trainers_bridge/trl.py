@@ -30,6 +30,7 @@ from rollout.settings import load_config, to_plain
 from rollout.tracking.jsonl import read_jsonl
 from rollout.tracking.recorder import COMPLETIONS, ROUNDS
 from rollout.tracking.tracker import Tracker
+from trainers_bridge.allocator import keep_freed_memory
 from trainers_bridge.config import TaskConfig, TrainerConfig
 from trainers_bridge.contract import IncompleteRolloutError, RolloutClient
 from trainers_bridge.rollouts import TrainerRollouts
@@ -79,6 +80,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
     Writes a ``steps`` record per step, and ``summary.json`` in the run's folder. Whether the reward rose
     is a result, not a condition of success: the summary says it.
     """
+    keep_freed_memory()
     config, task = settings_of(job)
     folder = _run_folder(job)
     earlier = earlier_run(folder)
