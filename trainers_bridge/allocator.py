@@ -1,7 +1,7 @@
 """Keeps freed memory in the process: a training step on the CPU frees and takes back gigabytes.
 
-A step's logits alone are hundreds of megabytes (samples x tokens x vocabulary x 4 bytes). glibc gives blocks of
-that size back to the system when they are freed, so every step pays for mapping and clearing them again.
+A step's logits alone are hundreds of megabytes (samples x tokens x vocabulary x 4 bytes). glibc gives blocks
+of that size back to the system when they are freed, so every step pays for mapping and clearing them again.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    told = libc.mallopt(_M_MMAP_MAX, 0) == 1 and libc.mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES) == 1
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, KEEP_BYTES))
+    told = all(libc.mallopt(number, value) == 1 for number, value in settings)
     log.info("allocator: freed memory is %s", "kept" if told else "not kept")
     return told
