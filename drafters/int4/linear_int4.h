@@ -26,8 +26,9 @@ constexpr int kCodeBytes4 = kBlock * kColumns / 2;
 constexpr int kBlockBytes4 = kCodeBytes4 + 2 * kColumns * 2;
 constexpr int kBlockBytes8 = kBlock * kColumns;
 
-// Rows that share one pass over a panel: two accumulators each, and AVX2 has sixteen registers.
-constexpr int kRowsPerPass = 4;
+// Rows that share one pass over a panel, and the unpacking of its codes: two accumulators each, beside two
+// vectors of codes and one of activations in AVX2's sixteen registers.
+constexpr int kMaxRows = 6;
 
 // How far ahead of the first pass weights are fetched: about the bytes one core streams in a memory latency.
 constexpr int kFetchBytes = 4096;
@@ -146,6 +147,10 @@ inline __m256i spread(const int8_t* q) {
   return _mm256_set1_epi32(four);
 }
 
+// Makes the compiler take v as it stands. Left alone it reorders exact sums: all products of a block first,
+// and with sixteen registers most of them wait in memory.
+inline void pin(__m256i& v) { asm("" : "+v"(v)); }
+
 inline __m256i load_codes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
 #if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) && !defined(TAILDRAFT_AVX2)
@@ -158,12 +163,14 @@ template <int R>
 inline void dot_block(const uint8_t* w, const int8_t* q, int stride, I16 (&dot)[R]) {
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256i lo[R], hi[R];
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) lo[r] = hi[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
     __m256i both = load_codes(w + 32 * j);
     __m256i a = _mm256_and_si256(both, nibble);
     __m256i b = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       __m256i x = spread(q + r * stride + 4 * j);
 #ifdef TAILDRAFT_INT_VNNI
@@ -174,12 +181,16 @@ inline void dot_block(const uint8_t* w, const int8_t* q, int stride, I16 (&dot)[
       lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(a, x));
       hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(b, x));
 #endif
+      pin(lo[r]);
+      pin(hi[r]);
     }
   }
 #ifdef TAILDRAFT_INT_VNNI
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) dot[r] = {lo[r], hi[r]};
 #else
   const __m256i one = _mm256_set1_epi16(1);
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) dot[r] = {_mm256_madd_epi16(lo[r], one), _mm256_madd_epi16(hi[r], one)};
 #endif
 }
@@ -189,11 +200,13 @@ inline void dot_block(const int8_t* w, const int8_t* q, int stride, I16 (&dot)[R
 #ifndef TAILDRAFT_INT_VNNI
   const __m256i one = _mm256_set1_epi16(1);
 #endif
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) dot[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
     __m256i a = load_codes(w + 64 * j), b = load_codes(w + 64 * j + 32);
     __m256i abs_a = _mm256_abs_epi8(a), abs_b = _mm256_abs_epi8(b);
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       __m256i x = spread(q + r * stride + 4 * j);
       // |w| * (x with w's sign): the unsigned operand the instruction wants. Neither factor is ever -128, so
@@ -205,6 +218,8 @@ inline void dot_block(const int8_t* w, const int8_t* q, int stride, I16 (&dot)[R
       dot[r].lo = _mm256_add_epi32(dot[r].lo, _mm256_madd_epi16(_mm256_maddubs_epi16(abs_a, xa), one));
       dot[r].hi = _mm256_add_epi32(dot[r].hi, _mm256_madd_epi16(_mm256_maddubs_epi16(abs_b, xb), one));
 #endif
+      pin(dot[r].lo);
+      pin(dot[r].hi);
     }
   }
 }
@@ -240,15 +255,17 @@ inline void fetch(const void* p, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + kFetchBytes + i);
 }
 
-// ---- one panel times R rows
+// ---- one panel times R rows; not inlined: one copy serves every epilogue
 
 template <int R, bool kFetch>
-inline void panel_rows(const Int4Weight& w, int panel, const Activations& x, int row, F16 (&y)[R]) {
+__attribute__((noinline)) void panel_rows(const Int4Weight& w, int panel, const Activations& x, int row, F16 (&out)[R]) {
   const int nb = blocks(x.k), stride = nb * kBlock;
   const uint8_t* block = w.data + panel * panel_bytes4(w.k);
   const int8_t* q = x.q + static_cast<size_t>(row) * stride;
   const float* scale = x.scale + static_cast<size_t>(row) * nb;
   const float* scaled_sum = x.scaled_sum + static_cast<size_t>(row) * nb;
+  F16 y[R];
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) y[r] = simd::zero();
   for (int b = 0; b < nb; ++b, block += kBlockBytes4, q += kBlock) {
     if (kFetch) fetch(block, kBlockBytes4);
@@ -256,28 +273,33 @@ inline void panel_rows(const Int4Weight& w, int panel, const Activations& x, int
     dot_block<R>(block, q, stride, dot);
     const simd::bf16* factors = reinterpret_cast<const simd::bf16*>(block + kCodeBytes4);
     F16 step = panels::load(factors), minimum = panels::load(factors + kColumns);
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       y[r] = simd::fma(to_float(dot[r]), simd::mul(step, simd::splat(scale[r * nb + b])), y[r]);
       y[r] = simd::fma(minimum, simd::splat(scaled_sum[r * nb + b]), y[r]);
     }
   }
+  for (int r = 0; r < R; ++r) out[r] = y[r];
 }
 
 template <int R, bool kFetch>
-inline void panel_rows(const Int8Weight& w, int panel, const Activations& x, int row, F16 (&y)[R]) {
+__attribute__((noinline)) void panel_rows(const Int8Weight& w, int panel, const Activations& x, int row, F16 (&out)[R]) {
   const int nb = blocks(x.k), stride = nb * kBlock;
   const int8_t* block = w.data + panel * panel_bytes8(w.k);
   const int8_t* q = x.q + static_cast<size_t>(row) * stride;
   const float* scale = x.scale + static_cast<size_t>(row) * nb;
+  F16 y[R];
+#pragma GCC unroll 6
   for (int r = 0; r < R; ++r) y[r] = simd::zero();
   for (int b = 0; b < nb; ++b, block += kBlockBytes8, q += kBlock) {
     if (kFetch) fetch(block, kBlockBytes8);
     I16 dot[R];
     dot_block<R>(block, q, stride, dot);
+#pragma GCC unroll 6
     for (int r = 0; r < R; ++r) y[r] = simd::fma(to_float(dot[r]), simd::splat(scale[r * nb + b]), y[r]);
   }
   const F16 column_scale = simd::load(w.scale + panel * kColumns);
-  for (int r = 0; r < R; ++r) y[r] = simd::mul(y[r], column_scale);
+  for (int r = 0; r < R; ++r) out[r] = simd::mul(y[r], column_scale);
 }
 
 template <int R, class Weight, class Epilogue>
@@ -289,20 +311,25 @@ inline void pass(const Weight& w, int panel, const Activations& x, int row, Epil
   for (int r = 0; r < R; ++r) epi(panel, row + r, y[r]);
 }
 
+// `rows` <= R rows starting at `row`.
+template <int R, class Weight, class Epilogue>
+inline void pass_of(int rows, const Weight& w, int panel, const Activations& x, int row, Epilogue& epi) {
+  if (rows == R) return pass<R>(w, panel, x, row, epi);
+  if constexpr (R > 1) pass_of<R - 1>(rows, w, panel, x, row, epi);
+}
+
 }  // namespace detail
 
 // Panels [panel_begin, panel_end) of x W^T for rows 0..rows-1. Calls epi(panel, row, y): lane c of y is out
 // feature 16 * panel + c; lanes past n are zero.
 template <class Weight, class Epilogue>
 inline void linear(const Weight& w, int panel_begin, int panel_end, const Activations& x, int rows, Epilogue epi) {
+  const int passes = (rows + kMaxRows - 1) / kMaxRows;
   for (int panel = panel_begin; panel < panel_end; ++panel)
-    for (int row = 0; row < rows;) {
-      switch (rows - row < kRowsPerPass ? rows - row : kRowsPerPass) {
-        case 1: detail::pass<1>(w, panel, x, row, epi); row += 1; break;
-        case 2: detail::pass<2>(w, panel, x, row, epi); row += 2; break;
-        case 3: detail::pass<3>(w, panel, x, row, epi); row += 3; break;
-        default: detail::pass<4>(w, panel, x, row, epi); row += 4;
-      }
+    for (int i = 0, row = 0; i < passes; ++i) {
+      const int height = rows * (i + 1) / passes - row;  // near equal
+      detail::pass_of<kMaxRows>(height, w, panel, x, row, epi);
+      row += height;
     }
 }
 
