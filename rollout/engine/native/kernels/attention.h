@@ -104,6 +104,8 @@ inline void weigh(const KeyRange& range, const float* weights, size_t stride, co
       __builtin_prefetch(next + j * head_dim);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
+        // Reads the weights anew for every chunk: held in registers, they would push accumulators out of them.
+        if (G * C > 4) asm("" ::: "memory");
         F16 v = panels::load(values + j * head_dim + c * simd::kLanes);
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) acc[g][c] = simd::fma(v, simd::splat(w[g * stride + j]), acc[g][c]);
