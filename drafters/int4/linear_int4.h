@@ -31,7 +31,7 @@ constexpr int kBlockBytes8 = kBlock * kColumns;
 constexpr int kMaxRows = 6;
 
 // How far ahead of the first pass weights are fetched: about the bytes one core streams in a memory latency.
-constexpr int kFetchBytes = 4096;
+constexpr int kFetchBytes = 2048;
 
 // Magnitudes under this round to zero: their reciprocal would overflow.
 constexpr float kTiny = 1e-30f;

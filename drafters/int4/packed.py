@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafters.int4.memory import zeroed_bytes
 from drafters.kernels.build import KernelBuildError, load
 from drafters.types import DraftError, LinearWeight
 
@@ -109,7 +110,7 @@ class PackedInt4Linear(_Packed):
             raise ValueError(f"group must be a multiple of {BLOCK}, got {group}")
         self.group = group
         blocks = panels_of(out_features) * blocks_of(in_features)
-        self.packed = torch.zeros(blocks * BLOCK_BYTES_4, dtype=torch.uint8)
+        self.packed = zeroed_bytes(blocks * BLOCK_BYTES_4)
         """The panels; its address never changes."""
         self.scales: Tensor | None = None
         """Scales stand inside the panels."""
@@ -152,7 +153,7 @@ class PackedInt8Linear(_Packed):
     ) -> None:
         super().__init__(name=name, out_features=out_features, in_features=in_features, defines=defines)
         panels, blocks = panels_of(out_features), blocks_of(in_features)
-        self.packed = torch.zeros(panels * blocks * COLUMNS * BLOCK, dtype=torch.int8)
+        self.packed = zeroed_bytes(panels * blocks * COLUMNS * BLOCK).view(torch.int8)
         """The panels; its address never changes."""
         self.scales = torch.zeros(panels * COLUMNS)
         """Per out feature, padded to whole panels; its address never changes."""

@@ -139,7 +139,9 @@ class CompiledDecoder:
         """Return zeroed KV memory of ``pages`` pages."""
         spec = self.spec
         shape = (spec.planes, pages, spec.kv_heads, 2, PAGE_TOKENS * spec.head_dim)
-        return CompiledKV(pages=pages, data=torch.zeros(shape, dtype=torch.bfloat16))
+        data = torch.empty(shape, dtype=torch.bfloat16)
+        self._library.taildraft_advise(data.data_ptr(), data.nbytes)
+        return CompiledKV(pages=pages, data=data.zero_())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take a state dict into the same buffers; decoders that share them see it too.

@@ -1,0 +1,41 @@
+"""Memory of packed weights: zero, aligned, never shared, and given back with the last buffer."""
+
+import gc
+import mmap
+import weakref
+
+import torch
+
+from drafters.int4 import memory
+
+
+def test_buffers_are_zero_aligned_and_apart() -> None:
+    sizes = [1, 63, 64, 65, 320, 5000]
+    buffers = [memory.zeroed_bytes(size) for size in sizes]
+    assert [b.numel() for b in buffers] == sizes
+    assert all(b.dtype == torch.uint8 and b.data_ptr() % 64 == 0 and not b.any() for b in buffers)
+    for value, buffer in enumerate(buffers, start=1):
+        buffer.fill_(value)
+    for value, buffer in enumerate(buffers, start=1):
+        assert bool((buffer == value).all())
+
+
+def test_a_buffer_larger_than_a_chunk_gets_its_own() -> None:
+    small = memory.zeroed_bytes(100)
+    large = memory.zeroed_bytes(memory.CHUNK_BYTES + 1)
+    assert large.numel() == memory.CHUNK_BYTES + 1
+    large[-1] = 1
+    assert not small.any()
+
+
+def test_a_chunk_goes_with_its_last_buffer() -> None:
+    memory._current.clear()  # whatever earlier tests hold stays theirs
+    first, second = memory.zeroed_bytes(10), memory.zeroed_bytes(10)
+    chunk: weakref.ref[mmap.mmap] = memory._current[0].memory
+    del first
+    gc.collect()
+    assert chunk() is not None
+    del second
+    gc.collect()
+    assert chunk() is None
+    assert not memory.zeroed_bytes(10).any()
