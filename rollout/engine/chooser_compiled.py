@@ -8,6 +8,7 @@ Shapes: R rows, V vocabulary.
 
 import ctypes
 import math
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
@@ -57,7 +58,6 @@ class _Call(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
         ("mode", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
     ]
 
 
@@ -71,10 +71,18 @@ class CompiledChooser:
     def __init__(self, *, threads: int, defines: tuple[str, ...] = ()) -> None:
         if threads < 1:
             raise ValueError(f"threads must be positive, got {threads}")
-        self._threads = threads
-        self._library = build.load(SOURCE, defines=defines)
-        self._library.taildraft_choose.argtypes = [ctypes.POINTER(_Call)]
-        self._library.taildraft_choose.restype = None
+        library = build.load(SOURCE, defines=defines)
+        library.taildraft_choose.argtypes = [ctypes.POINTER(_Call), ctypes.c_void_p]
+        library.taildraft_choose.restype = None
+        library.taildraft_choosers_new.argtypes = [ctypes.c_int32]
+        library.taildraft_choosers_new.restype = ctypes.c_void_p
+        library.taildraft_choosers_free.argtypes = [ctypes.c_void_p]
+        library.taildraft_choosers_free.restype = None
+        self._library = library
+        self._choosers = library.taildraft_choosers_new(threads)
+        if self._choosers is None:
+            raise OSError(f"the chooser could not start {threads - 1} more threads")
+        weakref.finalize(self, library.taildraft_choosers_free, self._choosers)
 
     def choose(
         self, logits_RV: Tensor, rows: Sequence[TargetRow], *, stream: int = 0, logprobs: bool = True
@@ -92,7 +100,7 @@ class CompiledChooser:
         """Return the target distributions, float64; a row ``choose`` would call not finite is NaN."""
         out_RV = torch.empty(logits_RV.shape, dtype=torch.float64)
         finite = bytearray(len(rows))
-        call, owned = _call(logits_RV, rows, threads=self._threads)
+        call, owned = _call(logits_RV, rows)
         call.probs = out_RV.data_ptr()
         call.mode = _PROBS
         self._run(call, finite)
@@ -115,7 +123,7 @@ class CompiledChooser:
         count = len(rows)
         finite = bytearray(count)
         scores = array("d", bytes(8 * _COLUMNS * count))
-        call, owned = _call(logits_RV, rows, threads=self._threads)
+        call, owned = _call(logits_RV, rows)
         call.tokens = tokens.buffer_info()[0]
         call.logprobs = scores.buffer_info()[0] if logprobs else None
         call.stream = stream
@@ -143,10 +151,10 @@ class CompiledChooser:
             return
         flags = (ctypes.c_uint8 * len(finite)).from_buffer(finite)
         call.finite = ctypes.addressof(flags)
-        self._library.taildraft_choose(ctypes.byref(call))
+        self._library.taildraft_choose(ctypes.byref(call), self._choosers)
 
 
-def _call(logits_RV: Tensor, rows: Sequence[TargetRow], *, threads: int) -> tuple[_Call, list["array[Any]"]]:
+def _call(logits_RV: Tensor, rows: Sequence[TargetRow]) -> tuple[_Call, list["array[Any]"]]:
     """Return a call without mode and outputs, and the arrays it points into, to be kept until it ran."""
     if logits_RV.dtype != torch.float32 or logits_RV.device.type != "cpu":
         raise ValueError(f"logits must be float32 on cpu, got {logits_RV.dtype} on {logits_RV.device}")
@@ -169,7 +177,6 @@ def _call(logits_RV: Tensor, rows: Sequence[TargetRow], *, threads: int) -> tupl
         temperatures=pointer("d", [p.temperature for p in params]),
         rows=len(rows),
         vocab=logits_RV.shape[1],
-        threads=threads,
     )
     if any(p.has_filters for p in params):
         call.top_k = pointer("i", [min(p.top_k, _MAX_TOP_K) for p in params])

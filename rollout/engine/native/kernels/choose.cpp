@@ -5,11 +5,13 @@
 #include "choose.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
 #include "choose_filters.h"
 #include "choose_scan.h"
+#include "team.h"
 #include "noise.h"
 
 namespace choose {
@@ -88,22 +90,13 @@ Best race_chunk(const Race& race, int first, int count, float highest, Best best
   return best;
 }
 
-int32_t race_all(const Race& race, int vocab, const Scratch& s, int threads) {
+int32_t race_all(const Race& race, int vocab, const Scratch& s) {
   int32_t top = first_at(race.x, vocab, static_cast<float>(race.highest), s);
   Best best{kNever, top};
   race.enter(top, noise::hash32(race.key, top), best);
   const int n = chunks_of(vocab);
-  if (threads == 1) {
-    for (int c = 0; c < n; ++c)
-      best = race_chunk(race, c * kChunk, std::min(kChunk, vocab - c * kChunk), s.chunks[c].highest, best);
-    return best.token;
-  }
-  std::vector<Best> found(n, best);
-#pragma omp parallel for num_threads(threads)
   for (int c = 0; c < n; ++c)
-    found[c] = race_chunk(race, c * kChunk, std::min(kChunk, vocab - c * kChunk), s.chunks[c].highest, best);
-  for (const Best& f : found)
-    if (f.score > best.score || (f.score == best.score && f.token < best.token)) best = f;
+    best = race_chunk(race, c * kChunk, std::min(kChunk, vocab - c * kChunk), s.chunks[c].highest, best);
   return best.token;
 }
 
@@ -140,18 +133,18 @@ struct Target {
 };
 
 // Returns whether the row can be chosen from at all.
-bool prepare(const Call& call, int row, Scratch& s, int threads, Target& target) {
+bool prepare(const Call& call, int row, Scratch& s, Target& target) {
   target.filtered = call.temperatures[row] != 0 && has_filters(call, row);
   const bool sums = call.logprobs != nullptr || target.filtered;
   target.raw = target.x = call.logits + row * call.row_stride;
   target.greedy = call.temperatures[row] == 0;
   target.t = target.greedy ? 1.0 : call.temperatures[row];
-  target.raw_scan = scan(target.raw, call.vocab, target.t, sums, s, threads);
+  target.raw_scan = scan(target.raw, call.vocab, target.t, sums, s);
   if (!target.raw_scan.finite) return false;
   Scan own = target.raw_scan;
   if (call.edit_starts && call.edit_starts[row + 1] > call.edit_starts[row]) {
     target.x = edit(call, row, target.raw, s);
-    own = scan(target.x, call.vocab, target.t, sums, s, threads);
+    own = scan(target.x, call.vocab, target.t, sums, s);
     if (!std::isfinite(own.highest)) return false;  // everything banned, or a bias past float
   }
   target.highest = own.highest;
@@ -190,9 +183,9 @@ void write_logprobs(const Call& call, int row, const Target& target, const Scrat
       kept.all ? 0.0 : std::min(0.0, noise::log64(kept.mass) - noise::log64(kept.total_mass));
 }
 
-void choose_row(const Call& call, int row, Scratch& s, int threads) {
+void choose_row(const Call& call, int row, Scratch& s) {
   Target target;
-  call.finite[row] = prepare(call, row, s, threads, target);
+  call.finite[row] = prepare(call, row, s, target);
   if (!call.finite[row]) return;
   if (call.mode == kProbs) return write_probs(call, row, target, s);
   if (call.mode == kChoose) {
@@ -200,7 +193,7 @@ void choose_row(const Call& call, int row, Scratch& s, int threads) {
     const Race race{target.x, target.highest, target.t, key};
     call.tokens[row] = target.greedy     ? target.top
                        : target.filtered ? race_kept(race, s)
-                                         : race_all(race, call.vocab, s, threads);
+                                         : race_all(race, call.vocab, s);
   }
   if (call.logprobs) write_logprobs(call, row, target, s);
 }
@@ -208,19 +201,27 @@ void choose_row(const Call& call, int row, Scratch& s, int threads) {
 }  // namespace
 }  // namespace choose
 
-void taildraft_choose(const choose::Call* call) {
-  using choose::Scratch;
-  if (call->rows >= call->threads) {
-#pragma omp parallel num_threads(call->threads)
-    {
-      Scratch scratch;
-#pragma omp for schedule(dynamic)
-      for (int row = 0; row < call->rows; ++row) choose::choose_row(*call, row, scratch, 1);
-    }
-    return;
+void* taildraft_choosers_new(int32_t threads) {
+  try {
+    return new team::Team(threads);
+  } catch (const std::exception&) {
+    return nullptr;
   }
-  Scratch scratch;
-  for (int row = 0; row < call->rows; ++row) choose::choose_row(*call, row, scratch, call->threads);
+}
+
+void taildraft_choosers_free(void* choosers) { delete static_cast<team::Team*>(choosers); }
+
+void taildraft_choose(const choose::Call* call, void* choosers) {
+  team::Team* team = static_cast<team::Team*>(choosers);
+  std::atomic<int> next{0};
+  auto job = [&](const team::Member&) {
+    choose::Scratch scratch;
+    for (int row = next.fetch_add(1); row < call->rows; row = next.fetch_add(1))
+      choose::choose_row(*call, row, scratch);
+  };
+  // One row is chosen sooner than a thread wakes up.
+  if (call->rows > 1 && team->usable()) team->run(job);
+  else job(team::Member{0, 1, nullptr});
 }
 
 void taildraft_noise(int64_t seed, int64_t position, int64_t stream, int32_t first, int32_t count,

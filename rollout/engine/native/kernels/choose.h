@@ -31,13 +31,16 @@ struct Call {
   int32_t rows;
   int32_t vocab;
   int32_t mode;
-  int32_t threads;
 };
 
 }  // namespace choose
 
 extern "C" {
-void taildraft_choose(const choose::Call* call);
+// Threads that share the rows of a call, asleep between calls: a thread that spins after its work would take
+// the processor a forward is about to need. Null when they cannot be started.
+void* taildraft_choosers_new(int32_t threads);
+void taildraft_choosers_free(void* choosers);
+void taildraft_choose(const choose::Call* call, void* choosers);
 // The hash and the noise of tokens first .. first + count, for tests against the reference.
 void taildraft_noise(int64_t seed, int64_t position, int64_t stream, int32_t first, int32_t count,
                      uint32_t* hashes, double* gumbels);

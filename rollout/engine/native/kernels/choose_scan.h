@@ -103,12 +103,11 @@ inline ChunkSum sum_chunk(const float* x, int count, float inverse_t, bool one, 
 // 1 / T within what float arithmetic on logits can bear: banned tokens multiply infinity by it.
 inline float inverse_of(double t) { return static_cast<float>(std::min(std::max(1.0 / t, 1e-30), 1e30)); }
 
-inline Scan scan(const float* x, int vocab, double t, bool sums, Scratch& s, int threads) {
+inline Scan scan(const float* x, int vocab, double t, bool sums, Scratch& s) {
   const int n = chunks_of(vocab);
   const bool scaled = sums && t != 1.0;
   const float inverse_t = inverse_of(t);
   s.chunks.resize(n);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int c = 0; c < n; ++c)
     s.chunks[c] = sum_chunk(x + c * kChunk, std::min(kChunk, vocab - c * kChunk), inverse_t, sums, scaled);
   Scan out;
