@@ -3,6 +3,7 @@
 ``w4`` is a fixed gamma, the best of a pilot at that batch; the pilot's runs are not among those measured.
 """
 
+import math
 from collections.abc import Sequence
 
 from rollout.bench.arms import Work, arm_specs, fixed_arm
@@ -20,8 +21,12 @@ W4_OVER_AR_ON_GRID = {1: 1.4, 2: 1.25}
 AUTO_OVER_AR = 0.98
 """At every batch: what deciding and probing may cost where speculation never pays."""
 
-PILOT_ROUNDS = 2
-"""Runs per gamma, interleaved; the faster one counts, for a stall only ever adds."""
+PILOT_PATIENCE = 2
+"""Gammas in a row that may be slower than the best so far before longer drafts are given up: cost grows with
+gamma and acceptance does not, so at large batch most of the list would only be waited for."""
+
+PILOT_FINALISTS = 2
+"""Gammas that run a second time; the faster run counts, for a stall only ever adds."""
 
 
 def fixed_cells(job: JobConfig, grids: Sequence[Grid], arms: Sequence[str]) -> list[Cell]:
@@ -67,17 +72,28 @@ def _cell(job: JobConfig, grid: Grid, batch: int, arms: Sequence[str]) -> Cell:
 
 
 def choose_gamma(cell: Cell, job: JobConfig, note: Note) -> None:
-    """Time ``w4`` at every pilot gamma and let the fastest be the cell's ``w4``."""
+    """Time ``w4`` at the pilot gammas, shortest first, and let the fastest be the cell's ``w4``."""
     most = next(d.max_gamma for d in cell.arms.all_drafters if d.name == W4)
     gammas = [gamma for gamma in job.bench.pilot_gammas if gamma <= most] or [min(job.bench.gamma, most)]
-    arms = {gamma: fixed_arm(job.controller, W4, gamma=gamma) for gamma in gammas}
+    arms = {gamma: fixed_arm(job.controller, W4, gamma=gamma) for gamma in sorted(gammas)}
     best_s: dict[int, float] = {}
-    for number in range(PILOT_ROUNDS):
-        for gamma, spec in arms.items():
-            note(f"{cell.prefix}{W4}: pilot, gamma {gamma}, {number + 1} of {PILOT_ROUNDS}")
-            seconds = cell.checked(spec).timed.makespan_s
-            best_s[gamma] = min(seconds, best_s.get(gamma, seconds))
-    cell.specs[W4] = arms[min(best_s, key=lambda gamma: best_s[gamma])]
+
+    def run(gamma: int) -> float:
+        note(f"{cell.prefix}{W4}: pilot, gamma {gamma}")
+        seconds = cell.checked(arms[gamma]).timed.makespan_s
+        best_s[gamma] = min(seconds, best_s.get(gamma, seconds))
+        return seconds
+
+    slower = 0
+    for gamma in arms:
+        best_before_s = min(best_s.values(), default=math.inf)
+        slower = slower + 1 if run(gamma) > best_before_s else 0
+        if slower == PILOT_PATIENCE:
+            break
+    if len(best_s) > 1:
+        for gamma in sorted(best_s, key=best_s.__getitem__)[:PILOT_FINALISTS]:
+            run(gamma)
+    cell.specs[W4] = arms[min(best_s, key=best_s.__getitem__)]
     cell.pilot[W4] = {str(gamma): seconds for gamma, seconds in best_s.items()}
 
 
