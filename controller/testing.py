@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from controller.auto import AutoController
 from controller.calibration import Calibration, Sample, fit, sweep_plan
-from controller.decide import Controller
+from controller.config import ControllerConfig
+from controller.decide import Controller, build_controller
 from controller.types import (
     AR,
     POLICY,
@@ -410,3 +412,26 @@ def drain_s(machine: SimulatedMachine, controller: Controller, lengths: Sequence
                     remaining_tokens=s.remaining_tokens - o.committed,
                 )
     return now_s
+
+
+W4_ONLY = {POLICY: SMALL_POLICY, "w4": SMALL_W4}
+HISTORY_ONLY = {POLICY: SMALL_POLICY, "history": HISTORY}
+BOTH = {**W4_ONLY, "history": HISTORY}
+"""Part shapes of a machine, by the drafters it has."""
+
+
+def constant(acceptance: float) -> Hazard:
+    """Return a hazard in which every draft token is accepted with the same probability."""
+    return lambda drafter, key, position, round_index: acceptance
+
+
+def auto(machine: SimulatedMachine, **settings: object) -> AutoController:
+    """Return a fresh ``auto`` controller calibrated on ``machine``."""
+    built = build_controller(
+        ControllerConfig(**settings),  # type: ignore[arg-type]
+        traits_of(machine.shapes),
+        machine.shapes,
+        machine.calibration(),
+    )
+    assert isinstance(built, AutoController)
+    return built

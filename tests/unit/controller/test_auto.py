@@ -7,36 +7,18 @@ from controller.auto import AutoController
 from controller.config import ControllerConfig
 from controller.decide import build_controller
 from controller.testing import (
-    HISTORY,
+    BOTH,
+    HISTORY_ONLY,
     PLAIN,
-    SMALL_POLICY,
-    SMALL_W4,
-    Hazard,
+    W4_ONLY,
     SimulatedMachine,
+    auto,
+    constant,
     load_of,
     regret_of,
     traits_of,
 )
-from controller.types import AR, POLICY, DrafterTraits, RoundLoad, RoundPlan
-
-W4_ONLY = {POLICY: SMALL_POLICY, "w4": SMALL_W4}
-HISTORY_ONLY = {POLICY: SMALL_POLICY, "history": HISTORY}
-BOTH = {**W4_ONLY, "history": HISTORY}
-
-
-def constant(acceptance: float) -> Hazard:
-    return lambda drafter, key, position, round_index: acceptance
-
-
-def auto(machine: SimulatedMachine, **settings: object) -> AutoController:
-    built = build_controller(
-        ControllerConfig(**settings),  # type: ignore[arg-type]
-        traits_of(machine.shapes),
-        machine.shapes,
-        machine.calibration(),
-    )
-    assert isinstance(built, AutoController)
-    return built
+from controller.types import AR, DrafterTraits, RoundLoad, RoundPlan
 
 
 def learn(
