@@ -332,7 +332,7 @@ class AutoController(BaseController):
         self._since_plan_s += facts.total_s
         self._budget.earn(facts.total_s)
         if plan is not None and plan.probe:
-            self._budget.settle(facts.total_s, facts.committed)
+            self._budget.settle(facts.total_s, facts.decoded)
         speculated = False
         for o in facts.outcomes:
             if o.gamma > 0:

@@ -203,8 +203,16 @@ class RoundFacts:
     total_s: float
     drafts: tuple[DraftCost, ...] = ()
     outcomes: tuple[SequenceOutcome, ...] = ()
+    prefill_committed: int = 0
+    """Tokens committed by sequences whose last prompt row was in this round, one each: they count as decode
+    sequences from the next round on."""
+
+    @property
+    def decoded(self) -> int:
+        """Tokens committed by decode sequences: what a plan is judged by."""
+        return sum(o.committed for o in self.outcomes)
 
     @property
     def committed(self) -> int:
-        """Tokens committed by decode sequences."""
-        return sum(o.committed for o in self.outcomes)
+        """All tokens committed."""
+        return self.decoded + self.prefill_committed

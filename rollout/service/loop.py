@@ -267,7 +267,7 @@ class EngineLoop:
             self._live.emit(emission)
         for completion in outcome.completions:
             self._live.end(completion)
-        if load.sequences and not outcome.facts.committed and not outcome.completions:
+        if load.sequences and not outcome.facts.decoded and not outcome.completions:
             raise NoProgressError(
                 f"round {load.round_index} committed nothing for {len(load.sequences)} sequences"
             )

@@ -70,12 +70,17 @@ class RolloutPool:
 
     max_batch: int = 0
     committed: int = 0
+    """Tokens of all rounds heard of: work. What a dead host did unheard is missing, and what another did
+    again in its place is in it; tokens delivered are counted by ``lengths``."""
+
     draft_failures: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     predicted_s: float = 0.0
     measured_s: float = 0.0
     error_s: float = 0.0
     lengths: list[int] = field(default_factory=list)
+    """Tokens of every request that ended, each delivered once whatever happened to its hosts."""
+
     finish_reasons: Counter[str] = field(default_factory=Counter)
     update_s: float = 0.0
     drafter_build_s: float | None = None
@@ -154,10 +159,12 @@ class RolloutPool:
         return metrics
 
     def _time_metrics(self, wall_s: float) -> dict[str, float]:
+        delivered = sum(self.lengths)
         metrics = {
             "rollout/wall_s": wall_s,
-            "rollout/tokens": float(self.committed),
-            "rollout/tokens_per_s": self.committed / wall_s if wall_s > 0 else 0.0,
+            "rollout/tokens": float(delivered),
+            "rollout/tokens_per_s": delivered / wall_s if wall_s > 0 else 0.0,
+            "rollout/committed_tokens": float(self.committed),
             "rollout/rounds": float(self.rounds),
             "rollout/ar_rounds_frac": self.ar_rounds / max(1, self.rounds),
             "rollout/probe_rounds_frac": self.probe_rounds / max(1, self.rounds),

@@ -189,7 +189,10 @@ def test_the_mismatch_with_unmoved_weights_is_rounding_and_is_logged(tmp_path: P
     assert len(completions) == 16
     # A sample's first token is committed with its prompt, before it counts as a decode sequence.
     decoded = sum(sum(r["facts"]["outcomes"].get("committed", [])) for r in rounds)
-    assert decoded + len(completions) == sum(c["tokens"] for c in completions)
+    with_prompts = sum(r["facts"]["prefill_committed"] for r in rounds)
+    delivered = sum(c["tokens"] for c in completions)
+    assert with_prompts == len(completions)
+    assert decoded + with_prompts == sum(entry["rollout/tokens"] for entry in logged) == delivered
 
 
 def test_a_policy_that_moved_without_a_push_shows_as_mismatch(tmp_path: Path) -> None:

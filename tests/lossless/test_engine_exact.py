@@ -26,6 +26,7 @@ from rollout.testing_native import (
     texts,
     tiny_engine,
 )
+from rollout.tracking.reduce import RolloutPool
 from rollout.types import Request, SamplingParams
 
 pytestmark = pytest.mark.lossless
@@ -129,6 +130,30 @@ def test_preemption_between_rounds_changes_nothing_and_leaks_no_page(compiled: b
     assert gauges["engine/preemptions"] > 0
     engine.close()
     assert engine.gauges()["engine/kv_pages_used"] == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 9 * 16, "max_batch": 6}], ids=["roomy", "preempted"])
+def test_rounds_tell_every_token_once_and_acceptance_counts_decoded_ones_alone(
+    settings: dict[str, int],
+) -> None:
+    policy = tiny_policy()
+    engine = _engine(policy, False, **settings)
+    for request in _requests(policy):
+        engine.add(request)
+    pool, delivered, plan = RolloutPool(), 0, fixed_plan("w4", 4)
+    while engine.busy:
+        outcome = engine.run_round(plan(engine.load()))
+        pool.add_round(outcome.facts)
+        pool.add_completions(outcome.completions)
+        delivered += sum(len(c.tokens) for c in outcome.completions)
+        assert outcome.facts.committed == sum(len(e.tokens) for e in outcome.emissions)
+        assert outcome.facts.decoded == sum(o.committed for o in outcome.facts.outcomes)
+    metrics = pool.metrics(wall_s=2.0)
+    assert (engine.gauges()["engine/preemptions"] > 0) == bool(settings)
+    assert metrics["rollout/tokens"] == metrics["rollout/committed_tokens"] == delivered
+    assert metrics["rollout/tokens_per_s"] == delivered / 2.0
+    blocks = pool.acceptance.drafts
+    assert metrics["rollout/spec_accept_length"] == 1 + pool.acceptance.accepted / blocks
 
 
 def test_a_resumed_prefix_continues_the_same_noise() -> None:

@@ -16,6 +16,7 @@ from rollout.errors import WeightUpdateError
 from rollout.service.factory import EngineSpec
 from rollout.service.loop import EngineLoop
 from rollout.testing import save_tiny_folder, tiny_policy
+from rollout.tracking.reduce import RolloutPool
 from rollout.types import Request, SamplingParams
 
 pytestmark = pytest.mark.ray
@@ -81,6 +82,14 @@ def test_a_host_killed_while_drafting_changes_no_token_and_no_logprob(spec, star
     assert {c.error for c in ended.values()} == {None}
     assert [exact(ended[r.key]) for r in asked] == expected
     assert [tuple(seen[r.key]) for r in asked] == [ended[r.key].tokens for r in asked]
+    pool = RolloutPool()
+    for record in client.take_records():
+        pool.add_round(record.facts, record.plan)
+    pool.add_completions(ended.values())
+    metrics = pool.metrics(wall_s=1.0)
+    assert metrics["rollout/tokens"] == sum(len(tokens) for tokens in seen.values())
+    # Rounds of the dead host are missing from the records, so what was delivered is not theirs to tell.
+    assert 0 < metrics["rollout/committed_tokens"] != metrics["rollout/tokens"]
     assert max(c.attempt for c in ended.values()) == 1, "nothing was running on the host that was killed"
     assert sum(c.provenance.accepted for c in ended.values()) > 0
 
@@ -89,6 +98,9 @@ def test_real_weights_are_refused_whole_or_live_on_every_host_and_in_every_draft
     client = start(spec, hosts=2)
     asked = requests(24)
     before = client.generate(asked)
+    told = client.take_records()
+    assert {r.host for r in told} == {"host-0", "host-1"}
+    assert sum(r.facts.committed for r in told) == sum(len(c.tokens) for c in before)
     broken = tiny_policy(seed=9).state
     broken["model.norm.weight"][3] = float("nan")
     with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight holds NaN"):

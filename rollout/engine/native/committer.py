@@ -23,6 +23,8 @@ class Committed:
     emissions: list[Emission] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
     sequences: list[SequenceOutcome] = field(default_factory=list)
+    prefill_tokens: int = 0
+    """Tokens of sequences whose last prompt row was in the round."""
 
 
 class Committer:
@@ -60,7 +62,7 @@ class Committer:
                 sequence.phase = Phase.DECODE
                 if sequence.first_token_s is None:
                     sequence.first_token_s = time.monotonic()
-                self._commit_tokens(sequence, verdict, AR, out, policy_version)
+                out.prefill_tokens += self._commit_tokens(sequence, verdict, AR, out, policy_version)
         if work.decoding and not (out.emissions or out.completions):
             raise NoProgressError(f"a round of {len(work.decoding)} decoding sequences committed nothing")
         return out

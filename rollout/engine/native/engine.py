@@ -247,6 +247,7 @@ class NativeEngine:
             total_s=done - started,
             drafts=tuple(work.costs),
             outcomes=tuple(committed.sequences),
+            prefill_committed=committed.prefill_tokens,
         )
 
     # ---- weights --------------------------------------------------------------------------------

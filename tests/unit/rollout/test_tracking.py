@@ -181,8 +181,9 @@ def test_times_tokens_and_prediction_error_add_up() -> None:
     pool.add_update(version=4, update_s=0.5, drafter_build_s=0.3)
     metrics = pool.metrics(wall_s=2.0)
     expected = {
-        "tokens": 6.0,
-        "tokens_per_s": 3.0,
+        "tokens": 12.0,
+        "tokens_per_s": 6.0,
+        "committed_tokens": 6.0,
         "draft_s": 0.04,
         "verify_s": 0.1,
         "commit_s": 0.02,
