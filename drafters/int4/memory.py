@@ -1,7 +1,7 @@
-"""Memory for packed weights: large blocks that ask for huge pages, cut into the buffers of many linears.
+"""Memory for packed weights and KV: large blocks that ask for huge pages.
 
-A forward walks all weights once. In pages of 4 KiB that costs a translation miss for every page, and the
-processor's own prefetch stops at each page's end.
+Weights are cut from blocks that many linears share, because a forward walks all of them once: in pages of
+4 KiB that costs a translation miss for every page, and the processor's own prefetch stops at each page's end.
 """
 
 import contextlib
@@ -44,6 +44,14 @@ def zeroed_bytes(count: int) -> Tensor:
         start = chunk.used_bytes
         chunk.used_bytes = start + -(-count // _ALIGN_BYTES) * _ALIGN_BYTES
     return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
+
+
+def lazy_bytes(count: int) -> Tensor:
+    """Return ``count`` zero bytes (uint8) of their own, given back to the system with the tensor.
+
+    What is never written takes no memory: a pool may be far larger than what is used of it.
+    """
+    return torch.frombuffer(_new_memory(count), dtype=torch.uint8)
 
 
 def _new_memory(count: int) -> mmap.mmap:

@@ -8,6 +8,7 @@ Shapes: M rows, R head rows, V vocabulary, D hidden, P positions, H half a head.
 
 import copy
 import ctypes
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from drafters.int4.memory import lazy_bytes
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
 from rollout.engine.native.decoder import ForwardResult, KVStorage
@@ -136,12 +138,11 @@ class CompiledDecoder:
         return f"compiled-{name.decode()}-bf16"
 
     def new_storage(self, pages: int) -> CompiledKV:
-        """Return zeroed KV memory of ``pages`` pages."""
+        """Return zeroed KV memory of ``pages`` pages; a page takes memory once it is written."""
         spec = self.spec
         shape = (spec.planes, pages, spec.kv_heads, 2, PAGE_TOKENS * spec.head_dim)
-        data = torch.empty(shape, dtype=torch.bfloat16)
-        self._library.taildraft_advise(data.data_ptr(), data.nbytes)
-        return CompiledKV(pages=pages, data=data.zero_())
+        data = lazy_bytes(2 * math.prod(shape)).view(torch.bfloat16).view(shape)
+        return CompiledKV(pages=pages, data=data)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take a state dict into the same buffers; decoders that share them see it too.

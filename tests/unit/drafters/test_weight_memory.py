@@ -1,9 +1,11 @@
-"""Memory of packed weights: zero, aligned, never shared, and given back with the last buffer."""
+"""Memory of packed weights and KV: zero, aligned, never shared, and given back with the last buffer."""
 
 import gc
 import mmap
 import weakref
+from pathlib import Path
 
+import pytest
 import torch
 
 from drafters.int4 import memory
@@ -39,3 +41,22 @@ def test_a_chunk_goes_with_its_last_buffer() -> None:
     gc.collect()
     assert chunk() is None
     assert not memory.zeroed_bytes(10).any()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_a_lazy_block_takes_memory_where_it_is_written_and_gives_it_back() -> None:
+    size, written, slack = 512 << 20, 128 << 20, 32 << 20
+    before = _resident_bytes()
+    block = memory.lazy_bytes(size)
+    assert block.numel() == size
+    assert _resident_bytes() - before < slack
+    block[:written] = 1
+    assert written - slack < _resident_bytes() - before < written + slack
+    assert not block[written::4096].any()
+    del block
+    gc.collect()
+    assert _resident_bytes() - before < slack
