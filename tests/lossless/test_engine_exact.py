@@ -226,6 +226,14 @@ def test_the_policy_as_its_own_drafter_is_always_right() -> None:
             assert outcome.accepted == outcome.gamma or outcome.censored
 
 
+def test_a_completion_counts_the_accepted_drafts_of_its_last_round_too() -> None:
+    policy = tiny_policy()
+    done = run_engine(_engine(policy, False), _requests(policy), fixed_plan("w4", 4))
+    counted = {key: c.provenance.accepted for key, c in done.items() if c.provenance is not None}
+    assert counted == {key: sum(t.origin == "accepted" for t in c.tokens) for key, c in done.items()}
+    assert any(c.tokens[-1].origin == "accepted" for c in done.values())
+
+
 @pytest.mark.parametrize("compiled", KINDS)
 def test_logprobs_are_those_of_a_teacher_forced_forward(compiled: bool) -> None:
     policy = tiny_policy()

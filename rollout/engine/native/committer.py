@@ -72,19 +72,17 @@ class Committer:
     ) -> None:
         drafts = work.drafts_of(sequence).tokens
         drafter = work.assignments[sequence.key].drafter if drafts else AR
-        context = len(sequence.tokens)
+        context, accepted_before = len(sequence.tokens), sequence.accepted
         sequence.rounds += 1
         sequence.drafted += len(drafts)
         sequence.verified_rows += 1 + len(drafts)
         committed = self._commit_tokens(sequence, verdict, drafter, out, policy_version)
-        accepted = sum(origin == "accepted" for _, origin in verdict.tokens[:committed])
-        sequence.accepted += accepted
         out.sequences.append(
             SequenceOutcome(
                 key=sequence.key,
                 drafter=drafter,
                 gamma=len(drafts),
-                accepted=accepted,
+                accepted=sequence.accepted - accepted_before,
                 committed=committed,
                 context_tokens=context,
                 censored=committed < len(verdict.tokens),
@@ -115,6 +113,8 @@ class Committer:
             if reason is not None:
                 break
         committed = sequence.new_tokens - first
+        # Before ``end``, whose completion tells the count.
+        sequence.accepted += sum(origin == "accepted" for _, origin in verdict.tokens[:committed])
         if committed:
             sequence.frontier = len(sequence.tokens) - 1
             self._announce(sequence, committed, out, finished=reason in ("stop", "length"))
