@@ -32,7 +32,8 @@ SHORT = replace(WORK, prompts=WORK.prompts[:2], max_tokens=(5, 2))
 
 
 def small_engine() -> NativeEngine:
-    return tiny_engine(tiny_policy(seed=0), [build(name, DrafterConfig()) for name in DRAFTERS])
+    drafters = [build(name, DrafterConfig()) for name in DRAFTERS]
+    return tiny_engine(tiny_policy(seed=0), drafters, compiled=True)
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ class Run:
     """The native engine under ``auto``, turned by hand, its records handed to a recorder."""
 
     def __init__(self, folder: Path, *, record_limit: int = 4096) -> None:
-        config = DrafterConfig(w4_kernel="torch")
-        engine = tiny_engine(tiny_policy(), [build(n, config) for n in ("w4", "history")], config=SETTINGS)
+        drafters = [build(name, DrafterConfig()) for name in ("w4", "history")]
+        engine = tiny_engine(tiny_policy(), drafters, compiled=True, config=SETTINGS)
         shapes = engine.part_shapes()
         # Any calibration will do: the plans are auto's own, the facts this machine's.
         calibration: Calibration = SimulatedMachine(shapes=shapes).calibration(max_batch=6)
