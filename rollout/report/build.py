@@ -1,27 +1,36 @@
 """One self-contained HTML page about one run or several: no scripts, no fonts, nothing fetched."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from rollout.report.journal import Journal, read_journal
-from rollout.report.panels import PANELS, Panel
+from rollout.report.panel import Panel
+from rollout.report.panels import PANELS
+from rollout.report.summary import summary_row
 
 STYLE = """
 :root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;max-width:1320px;margin:2em auto;padding:0 1em}
 h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.2em;margin:1.6em 0 .4em}h3{font-size:1em;margin:.2em 0}
-.panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,560px),1fr));gap:1.2em}
-section{border:1px solid #8884;border-radius:8px;padding:.8em 1em;overflow-x:auto}
+.panels{columns:2 520px;column-gap:1.2em}
+section{border:1px solid #8884;border-radius:8px;padding:.8em 1em;margin:0 0 1.2em;overflow-x:auto}
+section{break-inside:avoid}
 section.empty{opacity:.7}
-svg{width:100%;height:auto}svg text{font-size:11px;fill:currentColor}
+svg{width:100%;max-width:760px;height:auto}rect{shape-rendering:crispEdges}
+svg text{font-size:11px;fill:currentColor}
 .axis{stroke:currentColor;fill:none}.grid{stroke:currentColor;stroke-opacity:.13;fill:none}
 .legend{font-size:.85em;display:flex;flex-wrap:wrap;gap:.2em 1.2em}
 .key span{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}
 .note{font-size:.88em;opacity:.8;margin:.4em 0 0}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.15em .7em;text-align:right}
-tr+tr{border-top:1px solid #8883}
+table{border-collapse:collapse;font-size:.92em;font-variant-numeric:tabular-nums}
+td,th{padding:.15em .5em;text-align:right}
+td:first-child,th:first-child{text-align:left;white-space:nowrap}
+th{font-size:.88em;vertical-align:bottom}
+tr+tr{border-top:1px solid #8883}.wide{overflow-x:auto}pre{white-space:pre-wrap}summary{margin:.4em 0}
+@media(max-width:640px){svg text{font-size:16px}}
 """
 
 
@@ -45,6 +54,8 @@ def page(journals: Sequence[Journal]) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>taildraft report</title><style>{STYLE}</style></head><body><h1>taildraft report</h1>",
     ]
+    if len(journals) > 1:
+        parts.append(_comparison(journals))
     for journal in journals:
         panels = "".join(_section(make(journal)) for make in PANELS)
         parts.append(
@@ -60,18 +71,29 @@ def _section(panel: Panel) -> str:
 
 
 def _headline(journal: Journal) -> str:
-    tokens = sum(int(c["tokens"]) for c in journal.completions)
-    facts = [
-        f"{len(journal.rounds)} rounds",
-        f"{len(journal.completions)} completions, {tokens} tokens",
-        f"{len(journal.steps)} trainer steps",
-    ]
-    drafted = sum(o.gamma for r in journal.rounds for o in r.outcomes)
-    if drafted:
-        accepted = sum(o.accepted for r in journal.rounds for o in r.outcomes)
-        facts.append(f"{accepted} of {drafted} draft tokens accepted ({accepted / drafted:.1%})")
+    facts = [f"{name}: {value}" for name, value in summary_row(journal).items()]
     text = f"<p>{escape('; '.join(facts))}.</p>"
-    if journal.summary is None:
-        return text
-    shown = escape(json.dumps(journal.summary, indent=1))
-    return f"{text}<details><summary>Summary of the run</summary><pre>{shown}</pre></details>"
+    if not journal.ended:
+        text += "<p><strong>This run has not ended: it still goes on or was interrupted.</strong></p>"
+    for title, content in (("Summary", journal.summary), ("Settings", journal.settings)):
+        if content:
+            shown = escape(json.dumps(_rounded(content), indent=1))
+            text += f"<details><summary>{title} of the run</summary><pre>{shown}</pre></details>"
+    return text
+
+
+def _comparison(journals: Sequence[Journal]) -> str:
+    """Return a table with one row per run."""
+    rows = [{"run": journal.folder.name, **summary_row(journal)} for journal in journals]
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in row.values()) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _rounded(value: Any) -> Any:
+    """Return plain data with its numbers as short as a reader wants them."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {k: _rounded(v) for k, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from controller.types import AR, SequenceOutcome
 from rollout.errors import RolloutError
-from rollout.tracking.jsonl import read_jsonl
+from rollout.jobs.folder import CONFIG_FILE
+from rollout.tracking.jsonl import METRICS, read_jsonl
 from rollout.tracking.recorder import COMPLETIONS, EVENTS, ROUNDS
 
 STEPS = "steps"
@@ -64,14 +67,24 @@ class Journal:
     completions: tuple[Mapping[str, Any], ...]
     steps: tuple[Mapping[str, Any], ...]
     events: tuple[Mapping[str, Any], ...]
+    step_metrics: Mapping[int, Mapping[str, float]]
+    """What was charted at each trainer step."""
+
     summary: Mapping[str, Any] | None
+    settings: Mapping[str, Any]
+    """As the run was started with; empty when its folder has none."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end; else it still goes on or was interrupted."""
+        return any(e.get("event") == "run_ended" for e in self.events)
 
 
 def read_journal(folder: Path) -> Journal:
     """Return the run in ``folder``. Raises ``JournalError`` when its files are not a journal."""
     if not folder.is_dir():
         raise JournalError(f"{folder}: no such run folder")
-    summary = folder / SUMMARY_FILE
+    summary, settings = folder / SUMMARY_FILE, folder / CONFIG_FILE
     return Journal(
         folder=folder,
         rounds=tuple(_rounds(folder)),
@@ -79,7 +92,11 @@ def read_journal(folder: Path) -> Journal:
         # A step after the checkpoint a run was resumed from stands there twice; the later one counts.
         steps=tuple({line["step"]: line for line in _lines(folder, STEPS)}.values()),
         events=tuple(_lines(folder, EVENTS)),
+        step_metrics={
+            line["at"]: line["values"] for line in _lines(folder, METRICS) if line["clock"] == "trainer/step"
+        },
         summary=json.loads(summary.read_text()) if summary.exists() else None,
+        settings=yaml.safe_load(settings.read_text()) if settings.exists() else {},
     )
 
 

@@ -7,9 +7,12 @@ from html import escape
 from typing import Literal
 
 WIDTH, HEIGHT = 640, 280
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 66, 14, 14, 44
 COLOURS = ("#2f6fb2", "#c8622b", "#3d8b54", "#8a56ac", "#b23a48", "#6b7280")
 """Told apart on light and dark ground; beyond six series they repeat."""
+
+QUIET = "#9aa1ab"
+"""For what is the ordinary case, or only guides the eye."""
 
 Scale = Literal["linear", "log"]
 
@@ -27,6 +30,8 @@ class Axis:
     low: float
     high: float
     scale: Scale = "linear"
+    whole: bool = False
+    """What is counted: no ticks between whole numbers."""
 
     def fraction(self, value: float) -> float:
         """Return where ``value`` lies between the ends, clipped to 0..1."""
@@ -37,29 +42,53 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def ticks(self) -> list[float]:
-        """Return four to eight round values within the ends; powers of ten on a log axis."""
+        """Return three to eight round values within the ends; a whole axis of few numbers may have fewer."""
         if self.scale == "log":
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            powers = [10.0**p for p in range(first, last + 1)]
-            return powers if len(powers) > 1 else [self.low, self.high]
+            return self._log_ticks()
         rough = (self.high - self.low) / 5
+        if self.whole:
+            rough = max(1.0, rough)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
         start = math.ceil(self.low / step - 1e-9)
         end = math.floor(self.high / step + 1e-9)
         return [i * step for i in range(start, end + 1)]
 
+    def _log_ticks(self) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        if last - first > 6:
+            return [10.0**p for p in range(first + 1, last, 2)]
+        multiples = (1, 2, 5) if last - first < 4 else (1,)
+        round_values = [m * 10.0**p for p in range(first, last + 1) for m in multiples]
+        found = [v for v in round_values if self.low * 0.999 <= v <= self.high * 1.001]
+        return found if len(found) > 1 else [self.low, self.high]
 
-def axis_over(label: str, values: Sequence[float], *, zero: bool = False, scale: Scale = "linear") -> Axis:
-    """Return an axis that shows all of ``values``, with room when they are all the same."""
+
+def axis_over(
+    label: str,
+    values: Sequence[float],
+    *,
+    zero: bool = False,
+    headroom: bool = False,
+    whole: bool = False,
+    scale: Scale = "linear",
+) -> Axis:
+    """Return an axis that shows all of ``values``, with room when they are all the same.
+
+    ``zero`` starts it at 0 or below, ``headroom`` leaves a little above the highest.
+    """
     low, high = min(values), max(values)
     if scale == "log":
         low, high = max(low, 1e-9), max(high, 1e-9)
         return Axis(label=label, low=low / 1.3, high=high * 1.3, scale=scale)
     low = min(0.0, low) if zero else low
-    if high <= low:
+    if high <= low and whole and not zero:
+        low, high = low - 0.5, high + 0.5
+    elif high <= low:
         high = low + (abs(low) or 1.0)
-    return Axis(label=label, low=low, high=high)
+    if headroom:
+        high += 0.06 * (high - low)
+    return Axis(label=label, low=low, high=high, whole=whole)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,11 +129,13 @@ class Plot:
             f'fill-opacity="0.8">{_title(title)}</circle>'
         )
 
-    def whisker(self, x: float, low: float, high: float, tint: str) -> None:
+    def whisker(self, x: float, low: float, high: float, tint: str, *, opacity: float = 1.0) -> None:
         """Draw an interval upright at ``x``."""
         a, b, c = self.px(x), self.py(low), self.py(high)
         path = f"M{a:.1f} {b:.1f}V{c:.1f}M{a - 4:.1f} {b:.1f}H{a + 4:.1f}M{a - 4:.1f} {c:.1f}H{a + 4:.1f}"
-        self._parts.append(f'<path d="{path}" stroke="{tint}" stroke-width="1.4" fill="none"/>')
+        self._parts.append(
+            f'<path d="{path}" stroke="{tint}" stroke-width="1.4" stroke-opacity="{opacity}" fill="none"/>'
+        )
 
     def box(self, x0: float, x1: float, y0: float, y1: float, tint: str, *, title: str = "") -> None:
         """Fill a rectangle; anything narrower than half a pixel is widened to it."""
@@ -115,12 +146,12 @@ class Plot:
             f'height="{max(0.5, bottom - top):.1f}" fill="{tint}">{_title(title)}</rect>'
         )
 
-    def upright(self, x: float, tint: str, *, title: str = "") -> None:
-        """Draw a thin line over the whole height at ``x``."""
-        a = self.px(x)
+    def notch(self, x: float, tint: str, *, title: str = "") -> None:
+        """Mark ``x`` with a short line on the horizontal axis."""
+        a, base = self.px(x), self.height - BOTTOM
         self._parts.append(
-            f'<line x1="{a:.1f}" x2="{a:.1f}" y1="{TOP}" y2="{self.height - BOTTOM}" stroke="{tint}" '
-            f'stroke-width="1" stroke-dasharray="2 3">{_title(title)}</line>'
+            f'<line x1="{a:.1f}" x2="{a:.1f}" y1="{base - 9}" y2="{base}" stroke="{tint}" '
+            f'stroke-width="2.5">{_title(title)}</line>'
         )
 
     def svg(self) -> str:
@@ -140,6 +171,7 @@ class Plot:
         marks = [f'<path class="axis" d="M{LEFT} {TOP}V{base}H{edge}"/>']
         for value in self.x.ticks():
             a = self.px(value)
+            marks.append(f'<path class="axis" d="M{a:.1f} {base}v4"/>')
             marks.append(f'<text x="{a:.1f}" y="{base + 16}" text-anchor="middle">{number(value)}</text>')
         for value in self.y.ticks():
             b = self.py(value)

@@ -13,9 +13,12 @@ from rollout.jobs.config import JobConfig, ReportConfig
 from rollout.jobs.report import main, newest_run
 from rollout.report.build import build, build_all, page
 from rollout.report.journal import JournalError, read_journal
-from rollout.report.panels import PANELS, Panel, acceptance_by_position, makespan, predicted_against_measured
+from rollout.report.panel import Panel, tints
+from rollout.report.panels import PANELS
+from rollout.report.rounds import acceptance_by_position, decisions, predicted_against_measured, round_parts
 from rollout.report.statistics import quantile, wilson
-from rollout.report.svg import axis_over
+from rollout.report.steps import makespan, makespan_by_step, mismatch, updates
+from rollout.report.svg import Axis, axis_over
 from rollout.service.records import RoundRecord
 from rollout.tracking.jsonl import JsonlTracker
 from rollout.tracking.recorder import RolloutRecorder
@@ -24,12 +27,15 @@ from rollout.types import Completion, Provenance, TokenRecord
 TITLES = (
     "Reward",
     "Wall-clock split",
+    "Makespan by rollout step",
     "Acceptance by position",
     "Acceptance over trainer steps",
     "Gamma, drafter and batch over time",
     "Predicted against measured round time",
     "Lengths",
     "Makespan and tail of one rollout step",
+    "Weight updates and drafter builds",
+    "Train/rollout mismatch",
     "Round time by batch",
 )
 
@@ -120,6 +126,10 @@ def run_dir(tmp_path: Path) -> Path:
         recorder.completions(done, rollout_step=step)
         seconds = {"generate_s": 2.0, "weight_sync_s": 0.3, "mismatch_s": 0.2, "optimize_s": 6.0}
         tracker.record("steps", {"step": step + 1, "reward": 0.1 * step, "step_s": 8.5, **seconds})
+        found = {"logprob_abs_mean": 0.004, "logprob_abs_max": 0.06, "kl": 2e-5 * (step + 1), "tokens": 40.0}
+        charted = {f"trainer/mismatch_{name}": value for name, value in found.items()}
+        tracker.log(charted, clock="trainer/step", at=step + 1)
+    recorder.event("run_ended", verdict=0)
     tracker.finish()
     (folder / "run.json").write_text(json.dumps({"schema": 1, "command": "run", "run_id": "one"}))
     return folder
@@ -201,6 +211,61 @@ def test_the_tail_starts_when_a_quarter_is_left(run_dir: Path) -> None:
     assert "2 samples or fewer left, is 48%" in note
 
 
+def test_makespans_and_their_tails_are_told_by_step(run_dir: Path) -> None:
+    # The same samples in every step: the sixth ends at 2.63 s, the last at 5.03 s.
+    note = makespan_by_step(read_journal(run_dir)).note
+    assert "3 steps: median 5.03 s" in note
+    assert "the tail takes 48%" in note
+
+
+def test_updates_tell_the_drafters_share_or_that_nobody_told_it(run_dir: Path, tmp_path: Path) -> None:
+    assert "drafters built: median 0.200 s; 3 updates" in updates(read_journal(run_dir)).note
+    tracker = JsonlTracker(tmp_path / "silent", run_id="r")
+    RolloutRecorder(tracker).update(version=1, update_s=0.5)
+    note = updates(read_journal(tmp_path / "silent")).note
+    assert note == "whole update: median 0.500 s; no host told its drafters' build time; 1 update."
+
+
+def test_mismatch_is_drawn_from_what_the_trainer_charted(run_dir: Path) -> None:
+    panel = mismatch(read_journal(run_dir))
+    assert "120 tokens compared; KL estimate: median 4.0e-05" in panel.note
+    assert "step 2: largest 6.00e-02" in panel.body
+
+
+def test_a_drafter_has_one_colour_in_every_panel(run_dir: Path) -> None:
+    journal = read_journal(run_dir)
+    tint = tints(journal)["w4"]
+    for make in (acceptance_by_position, decisions):
+        assert f'background:{tint}"></span>w4' in make(journal).body
+
+
+def test_reasons_that_differ_in_numbers_only_are_one(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path, run_id="r")
+    for i, reason in enumerate(["gain -2.7% too low", "gain 3.1% too low", "all quiet"]):
+        record = _round(i, version=1, batch=1, gamma=0, rng=random.Random(0))
+        RolloutRecorder(tracker).rounds([replace(record, plan=replace(record.plan, reason=reason))])
+    assert "gain N% too low (67%); all quiet (33%)." in decisions(read_journal(tmp_path)).note
+
+
+def test_round_times_are_told_by_drafter_and_power_of_two(run_dir: Path) -> None:
+    # Batches 8 to 5 decode plainly and 4 to 1 draft, 3 rounds of each in each of 3 steps.
+    body = round_parts(read_journal(run_dir)).body
+    rows = [row.split("</td>")[:3] for row in body.replace("<td>", "").split("<tr>")[2:]]
+    assert rows == [["AR", "5-8", "36"], ["w4", "1", "9"], ["w4", "2", "9"], ["w4", "3-4", "18"]]
+
+
+def test_an_interrupted_run_is_shown_up_to_its_torn_line(run_dir: Path) -> None:
+    assert "has not ended" not in page([read_journal(run_dir)])
+    for name in ("events", "rounds", "steps", "completions", "metrics"):
+        path = run_dir / f"{name}.jsonl"
+        path.write_bytes(path.read_bytes()[:-20])
+    journal = read_journal(run_dir)
+    assert (len(journal.rounds), len(journal.steps), journal.ended) == (71, 2, False)
+    text = page([journal])
+    assert "This run has not ended" in text
+    assert "state: not ended" in text
+
+
 def test_prediction_is_summed_up_as_a_ratio(run_dir: Path) -> None:
     # AR rounds take 5.5 ms and SD rounds 8.5 ms where 5 ms were predicted, half of each.
     assert "median 1.40" in predicted_against_measured(read_journal(run_dir)).note
@@ -255,7 +320,19 @@ def test_the_newest_run_is_taken_and_reports_are_none(run_dir: Path) -> None:
 
 
 def test_several_runs_make_one_page(run_dir: Path, tmp_path: Path) -> None:
-    assert build_all([run_dir, run_dir], tmp_path / "x.html").read_text().count("<h3>Reward</h3>") == 2
+    text = build_all([run_dir, run_dir], tmp_path / "x.html").read_text()
+    assert text.count("<h3>Reward</h3>") == 2
+    assert text.count("<td>one</td>") == 2  # the table that compares them
+    assert "<td>one</td>" not in page([read_journal(run_dir)])
+
+
+def test_settings_and_summary_are_shown_with_short_numbers(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("policy: {source: <mine>, offgrid: true}\nseed: 0\n")
+    (run_dir / "summary.json").write_text(json.dumps({"tokens_per_s": 227.1930140361368}))
+    text = page([read_journal(run_dir)])
+    assert "policy: &lt;mine&gt; off-grid" in text
+    assert "227.2" in text
+    assert "227.19" not in text
 
 
 def test_wilson_agrees_with_its_defining_equation() -> None:
@@ -284,3 +361,17 @@ def test_an_axis_shows_its_values_and_a_few_round_ticks(values: list[float]) -> 
     ticks = axis.ticks()
     assert 3 <= len(ticks) <= 8
     assert all(axis.low - 1e-12 <= t <= axis.high * 1.0000001 for t in ticks)
+
+
+def test_counts_have_no_ticks_between_them() -> None:
+    assert axis_over("x", [1.0, 2.0], whole=True).ticks() == [1, 2]
+    assert axis_over("x", [7.0], whole=True).ticks() == [7]
+    assert axis_over("x", [0.0, 3.0], whole=True).ticks() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("low", "high"), [(8.0, 90.0), (2.0, 9.0), (1e-5, 1e-1), (1e-12, 1.0), (3.1, 4.2)])
+def test_a_log_axis_has_a_few_ticks_within_its_ends(low: float, high: float) -> None:
+    ticks = Axis(label="x", low=low, high=high, scale="log").ticks()
+    assert 2 <= len(ticks) <= 12
+    assert ticks == sorted(ticks)
+    assert all(low * 0.998 <= t <= high * 1.002 for t in ticks)
