@@ -5,6 +5,7 @@ every verify mode. What cannot be seen from the current choice is explored on a 
 sequence draft while speculation is off, checks decode plainly while it is on.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,15 @@ times as long as plain decoding's: so much cheaper may a slot be and still pay."
 
 BATCH_CHANGE = 0.25
 """Relative change of the batch that is planned for at once."""
+
+EARLY_LOOKS = 4
+"""Looks at a drafter, or at plain decoding of a batch, that come early."""
+
+SURPRISE_FRAC = 0.07
+"""A look that took so much less than predicted is followed by early ones, and by a new plan at once."""
+
+EARLY_SHARE = 4
+"""How many times shorter the wait for an early look is."""
 
 Ints = NDArray[np.intp]
 NO_PLAN = RoundPlan(assignments={}, reason="")
@@ -95,6 +105,8 @@ class AutoController(BaseController):
         """Round in which each drafter was last observed or probed."""
         self._ar_seen_round: dict[int, int] = {}
         """By bucket of the batch: the round in which plain decoding was last observed."""
+        self._looks: Counter[str | int] = Counter()
+        """Rounds observed, by drafter and by bucket of plain decoding."""
         self._last_drafter: dict[int, str] = {}
         self._budget = ExploreBudget(config.explore_budget_frac)
         self._kept: _Kept | None = None
@@ -284,20 +296,24 @@ class AutoController(BaseController):
             bucket = bucket_of(view.batch.size)
             seen = self._ar_seen_round.setdefault(bucket, self._round)
             loss_s = view.ar_s - view.batch.sunk_s - view.batch.size / best_per_s
-            if self._round - seen >= self._config.check_interval_rounds and self._budget.afford(
-                loss_s, best_per_s
-            ):
+            due = self._round - seen >= self._interval(bucket, self._config.check_interval_rounds)
+            if due and self._budget.afford(loss_s, best_per_s):
                 self._ar_seen_round[bucket] = self._round
                 return self._priced(view.load, {}, "check of plain decoding", probe=True)
         probe = self._probe(view, plan, best_per_s)
         return plan if probe is None else probe
+
+    def _interval(self, what: str | int, rounds: int) -> int:
+        """Return the rounds between looks at a drafter or a bucket: shorter for the first few."""
+        return rounds if self._looks[what] >= EARLY_LOOKS else max(1, rounds // EARLY_SHARE)
 
     def _probe(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan | None:
         """Return ``plan`` with one sequence moved to the drafter unseen for longest; None when not due."""
         due = [
             name
             for name in view.room_BD
-            if self._round - self._seen_round[name] >= self._config.probe_interval_rounds
+            if self._round - self._seen_round[name]
+            >= self._interval(name, self._config.probe_interval_rounds)
         ]
         if not due or not (self._traits.gamma_per_sequence or not plan.assignments):
             return None
@@ -331,9 +347,10 @@ class AutoController(BaseController):
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
         self._since_plan_s += facts.total_s
         self._budget.earn(facts.total_s)
-        if plan is not None and plan.probe:
-            self._budget.settle(facts.total_s, facts.decoded)
+        surprised = plan is not None and plan.probe and self._settle(facts, plan)
         speculated = False
+        for drafter in {o.drafter for o in facts.outcomes if o.gamma > 0}:
+            self._looks[drafter] = 0 if surprised else self._looks[drafter] + 1
         for o in facts.outcomes:
             if o.gamma > 0:
                 speculated = True
@@ -344,10 +361,21 @@ class AutoController(BaseController):
             elif o.drafter in self._drafters and self._drafters[o.drafter].switch_tokens_per_sequence:
                 self._last_drafter[o.key] = o.drafter
         if not speculated and facts.batch:
-            self._ar_seen_round[bucket_of(facts.batch)] = self._round
+            bucket = bucket_of(facts.batch)
+            self._ar_seen_round[bucket] = self._round
+            self._looks[bucket] = 0 if surprised else self._looks[bucket] + 1
         if len(self._last_drafter) > 4 * self._traits.max_batch:
             alive = {o.key for o in facts.outcomes}
             self._last_drafter = {k: v for k, v in self._last_drafter.items() if k in alive}
+
+    def _settle(self, facts: RoundFacts, plan: RoundPlan) -> bool:
+        """Account for an exploring round; return whether it was so fast that more looks are worth it."""
+        self._budget.settle(facts.total_s, facts.decoded)
+        # Only speed is a surprise: a stall makes any round long, and nothing makes one short.
+        surprised = facts.total_s < (1.0 - SURPRISE_FRAC) * plan.predicted_s
+        if surprised:
+            self._kept = None
+        return surprised
 
     # Explaining.
 

@@ -2,11 +2,14 @@
 
 A forward of a part is max(bytes / bandwidth, flops / rate) + overhead(rows). Rows of one sequence read
 its keys once (bytes) but each computes its own attention (flops). Two machine parameters, bandwidth and
-rate, are followed online, each by the forwards it bounds; what stays wrong for one shape over many rounds
-goes to a residual table, so that plain and speculative rounds stay comparable.
+rate, are followed online, each by the policy's forwards that it bounds. A drafter that is dearer or cheaper
+than calibrated beside that has a factor of its own, learnt where both speak of the same parameter. What stays
+wrong for one shape goes to a residual table, so that plain and speculative rounds stay comparable. A
+calibration wrong by a factor of two, in any of the three ways, is corrected within about a hundred rounds.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +26,10 @@ Floats = NDArray[np.float64]
 
 LEAST_MAIN_FRAC = 0.2
 """A forward faster than its own overhead still tells the machine is no more than this much faster."""
+
+
+PAIRED_ROUNDS = 2
+"""Observed rounds after which a word of the policy about the machine no longer tells a drafter's apart."""
 
 
 class RoundPrediction(NamedTuple):
@@ -49,13 +56,16 @@ class DraftLine:
 class _Part:
     """One part's calibrated roofline."""
 
-    def __init__(self, shape: PartShape, fit: PartFit, *, quantile: float) -> None:
+    def __init__(self, shape: PartShape, fit: PartFit, *, quantile: float, window: int) -> None:
         self.weight_s = shape.weight_bytes / fit.bandwidth_bytes_per_s
         self.read_s = fit.context_factor * shape.kv_bytes_per_token / fit.bandwidth_bytes_per_s
         self.row_s = shape.flops_per_row / fit.flops_per_s
         self.context_s = fit.context_factor * shape.flops_per_context_token / fit.flops_per_s
         self.base_s, self.per_row_s = fit.overhead_s, fit.overhead_s_per_row
         self.residuals = ResidualTable(quantile=quantile)
+        self.own = FactorTracker(quantile=quantile, window=window)
+        """How much slower it is than calibrated beside the machine; the policy's is the machine's by
+        definition and never moves."""
 
 
 class CostModel:
@@ -67,7 +77,7 @@ class CostModel:
         """Raises ``ValueError`` when a part that runs a model has no calibration."""
         if POLICY not in shapes:
             raise ValueError(f"no shape of {POLICY!r}")
-        quantile = config.cost_quantile
+        quantile, window = config.cost_quantile, config.cost_window_rounds
         self._parts: dict[str, _Part] = {}
         self._free: dict[str, LineTracker] = {}
         for name, shape in shapes.items():
@@ -76,11 +86,13 @@ class CostModel:
             elif name not in calibration.parts:
                 raise ValueError(f"calibration {calibration.key!r} has no part {name!r}; calibrate again")
             else:
-                self._parts[name] = _Part(shape, calibration.parts[name], quantile=quantile)
-        window = config.cost_window_rounds
+                self._parts[name] = _Part(shape, calibration.parts[name], quantile=quantile, window=window)
         self._bandwidth = FactorTracker(quantile=quantile, window=window)
         self._rate = FactorTracker(quantile=quantile, window=window)
         self._other = LineTracker(base_s=calibration.other.base_s, per_row_s=calibration.other.s_per_row)
+        self._observed = 0
+        self._said: dict[int, deque[tuple[int, float]]] = {0: deque(maxlen=3), 1: deque(maxlen=3)}
+        """By parameter, bandwidth and rate: what the policy's latest forwards say, and when."""
         self._machine = calibration.parts[POLICY]
 
     @property
@@ -116,7 +128,7 @@ class CostModel:
         """
         part = self._parts[name]
         moved_s, maths_s = self._bounds(part, rows, read_tokens, context_tokens)
-        main_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
+        main_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown) * part.own.slowdown
         raw_s = main_s + part.base_s + part.per_row_s * rows
         return raw_s * part.residuals.factor(rows, sequences)
 
@@ -219,11 +231,8 @@ class CostModel:
         """Learn from one round. Rounds with prompt rows are left out: their context is not told apart."""
         if facts.prefill_rows or not facts.outcomes or not _sane(facts):
             return
-        drafts_s = 0.0
+        self._observed += 1
         heard = [False, False]
-        for draft in facts.drafts:
-            drafts_s += draft.seconds
-            self._observe_draft(draft, facts, heard)
         read = float(sum(o.context_tokens for o in facts.outcomes))
         self._observe_forward(
             POLICY,
@@ -232,6 +241,10 @@ class CostModel:
             seconds=facts.verify_s,
             heard=heard,
         )
+        drafts_s = 0.0
+        for draft in facts.drafts:
+            drafts_s += draft.seconds
+            self._observe_draft(draft, facts, heard)
         other_s = facts.total_s - facts.verify_s - drafts_s
         if other_s >= 0.0:
             self._other.observe(facts.verify_rows, other_s, flagged=facts.verify_rows > facts.batch)
@@ -272,15 +285,37 @@ class CostModel:
         if seconds <= 0.0 or max(moved_s, maths_s) <= 0.0:
             return
         overhead_s = part.base_s + part.per_row_s * rows
-        main_s = max(seconds / part.residuals.factor(*shape) - overhead_s, LEAST_MAIN_FRAC * seconds)
-        by_bandwidth = moved_s * self._bandwidth.slowdown >= maths_s * self._rate.slowdown
-        tracker = self._bandwidth if by_bandwidth else self._rate
-        tracker.observe(main_s / (moved_s if by_bandwidth else maths_s))
-        heard[0 if by_bandwidth else 1] = True
-        if tracker.settled:
+        main_s = max(seconds / part.residuals.own(*shape) - overhead_s, LEAST_MAIN_FRAC * seconds)
+        which = int(moved_s * self._bandwidth.slowdown < maths_s * self._rate.slowdown)
+        tracker = (self._bandwidth, self._rate)[which]
+        slowdown = main_s / (maths_s if which else moved_s)
+        settled = True
+        if name == POLICY:
+            self._said[which].append((self._observed, slowdown))
+            tracker.observe(slowdown)
+        else:
+            settled = self._observe_own(part, which, slowdown)
+        heard[which] = True
+        if settled and tracker.settled:
             # While the machine changes, its parameters are behind, and shapes must not take the blame.
             bound_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
-            part.residuals.observe(*shape, math.log(seconds / (bound_s + overhead_s)))
+            main_s = bound_s * part.own.slowdown
+            part.residuals.observe(*shape, math.log(seconds / (main_s + overhead_s)))
+
+    def _observe_own(self, part: _Part, which: int, slowdown: float) -> bool:
+        """Split a drafter's slowdown into the machine's and its own; return whether its own is known.
+
+        Where the policy has just spoken of the parameter, the difference is the drafter's own. Where it
+        has not, the drafter speaks for the machine.
+        """
+        tracker = (self._bandwidth, self._rate)[which]
+        said = [slow for at, slow in self._said[which] if self._observed - at <= PAIRED_ROUNDS]
+        if said:
+            # A stalled forward of the policy must not make a drafter look fast.
+            part.own.observe(slowdown / min(said))
+        else:
+            tracker.observe(slowdown / part.own.slowdown)
+        return part.own.settled or not said
 
 
 def _sane(facts: RoundFacts) -> bool:

@@ -3,13 +3,17 @@
 MEMORY_S = 20.0
 """Time whose unspent budget is kept: what was saved over minutes is not spent in one tail."""
 
+START_S = 4.0
+"""Time whose budget is there from the start: how wrong a calibration is shows in the first looks at what
+it says does not pay."""
+
 
 class ExploreBudget:
     """Seconds that exploring rounds may still lose against the best plan known."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._credit_s = 0.0
+        self._credit_s = share * START_S
         self._expected_loss_s = 0.0
         self._best_per_s = 0.0
         self.lost_s = 0.0

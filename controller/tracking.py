@@ -36,27 +36,26 @@ ROW_BUCKETS = 25
 NEIGHBOUR_OCTAVES = 0.5
 """Distance at which a neighbouring cell counts 61%: costs bend at knees, but not within a third."""
 
-CELL_PRIOR = 6.0
-"""Observations worth of "the model is right" in every cell: the first few are mostly noise."""
+CELL_PRIOR = 0.5
+"""Observations worth of "the model is right" in every cell."""
 
-CELL_FIRST = 8
-"""Observations of a fresh cell that are kept, to start it from their quantile."""
+CELL_ENOUGH = 4.0
+"""Observations from which a cell says no more to its neighbours, and more and more for itself alone: plain
+decoding and a probe beside it are neighbours, and their difference is what a decision is about."""
 
-CELL_FIRST_LIMIT = 0.15
-"""Largest log error one of them may have: a stall must not brand a shape."""
+CELL_WINDOW = 24
+"""Observations kept per cell. A change of memory speed is a machine parameter's to follow; the few rounds
+until that one is known to move do not shift the quantile of so many."""
 
-CELL_MEMORY = 64.0
-"""Observations at most counted for a cell."""
+CELL_YOUNG = 3
+"""Observations below which a cell does not believe in being slow."""
 
-CELL_STEP = 0.005
-"""Log step of a settled cell. Far slower than the machine parameters, so that a change of memory speed
-lands there and only a lasting misfit of one shape lands here."""
+CELL_YOUNG_LIMIT = 0.15
+"""Largest log slowness a young cell admits: a stall must not brand a shape. Speed needs no such doubt,
+nothing makes a forward faster than it can be."""
 
-CELL_FIRST_STEP = 0.1
-"""Log step of a young cell, divided by its observations."""
-
-CELL_LIMIT = 0.5
-"""Largest log correction of a cell: a part mispriced by more needs a new calibration."""
+CELL_LIMIT = 0.9
+"""Largest log correction of a cell: a factor of 2.5."""
 
 LINE_STEP = 0.05
 """Share of an error a line takes over: the time outside forwards is small and changes slowly."""
@@ -129,16 +128,15 @@ _KERNEL: Floats = np.exp(-0.5 * (_DISTANCE / NEIGHBOUR_OCTAVES) ** 2)
 class ResidualTable:
     """Lasting log error of the cost model by shape (rows, sequences) of one part.
 
-    Each cell starts from the quantile of its first observations, then follows it by small signed steps,
-    so a stall moves it no further than any other observation; neighbours are blended, and shapes never
-    seen are believed to be as modelled.
+    Each cell is the low quantile of its latest observations, so that stalls leave no mark; neighbours are
+    blended, and shapes never seen are believed to be as modelled.
     """
 
     def __init__(self, *, quantile: float) -> None:
         self._quantile = quantile
         self._bias = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
         self._count = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
-        self._first: dict[tuple[int, int], list[float]] = {}
+        self._latest: dict[tuple[int, int], deque[float]] = {}
         self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
@@ -146,17 +144,12 @@ class ResidualTable:
     def observe(self, rows: int, sequences: int, log_error: float) -> None:
         """Take the log of measured over machine-corrected, cell-free prediction of one forward."""
         r, s = bucket_of(rows), bucket_of(sequences)
-        count = min(CELL_MEMORY, float(self._count[r, s]) + 1.0)
-        bias = float(self._bias[r, s])
-        if count <= CELL_FIRST:
-            first = self._first.setdefault((r, s), [])
-            first.append(min(CELL_FIRST_LIMIT, max(-CELL_FIRST_LIMIT, log_error)))
-            bias = sorted(first)[int(self._quantile * (len(first) - 1) + 0.5)]
-        else:
-            self._first.pop((r, s), None)
-            step = max(CELL_STEP, CELL_FIRST_STEP / count)
-            bias += step * (self._quantile if log_error > bias else self._quantile - 1.0)
-        self._bias[r, s] = min(CELL_LIMIT, max(-CELL_LIMIT, bias))
+        latest = self._latest.setdefault((r, s), deque(maxlen=CELL_WINDOW))
+        latest.append(log_error)
+        count = len(latest)
+        bias = sorted(latest)[int(self._quantile * (count - 1) + 0.5)]
+        most = CELL_LIMIT if count >= CELL_YOUNG else CELL_YOUNG_LIMIT
+        self._bias[r, s] = min(most, max(-CELL_LIMIT, bias))
         self._count[r, s] = count
         self._since_refresh += 1
         if count <= CELLS_REFRESH or self._since_refresh >= CELLS_REFRESH:
@@ -167,12 +160,23 @@ class ResidualTable:
     def _curve(self, sequences: int) -> list[float]:
         s = bucket_of(sequences)
         if s not in self._curves:
-            weight_RS = self._count * _KERNEL[s]
-            total_R = _KERNEL @ weight_RS.sum(1)
-            blended_R = _KERNEL @ (weight_RS * self._bias).sum(1) / (total_R + CELL_PRIOR)
+            weight_RS = np.minimum(self._count, CELL_ENOUGH) * _KERNEL[s]
+            count_R, bias_R = self._count[:, s], self._bias[:, s]
+            alone_R = np.maximum(count_R * count_R / CELL_ENOUGH - CELL_ENOUGH, 0.0)
+            total_R = _KERNEL @ weight_RS.sum(1) + alone_R + CELL_PRIOR
+            blended_R = (_KERNEL @ (weight_RS * self._bias).sum(1) + alone_R * bias_R) / total_R
             self._arrays[s] = np.exp(blended_R)
             self._curves[s] = self._arrays[s].tolist()
         return self._curves[s]
+
+    def own(self, rows: int, sequences: int) -> float:
+        """Return this shape's own factor, neither blended nor drawn to 1.
+
+        What is divided by a factor before it moves a machine parameter must be divided by this one: by a
+        factor drawn to 1, a shape seen all the time would slowly hand its misfit over to the machine, and
+        so to every shape not seen meanwhile.
+        """
+        return math.exp(self._bias[bucket_of(rows), bucket_of(sequences)])
 
     def factor(self, rows: int, sequences: int) -> float:
         """Return what a prediction for this shape is multiplied by."""
