@@ -19,8 +19,7 @@ h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.2em;margin:1.6em 0 .4em}h3{
 section{border:1px solid #8884;border-radius:8px;padding:.8em 1em;margin:0 0 1.2em;overflow-x:auto}
 section{break-inside:avoid}
 section.empty{opacity:.7}
-svg{width:100%;max-width:760px;height:auto}rect{shape-rendering:crispEdges}
-svg text{font-size:11px;fill:currentColor}
+svg{width:100%;max-width:760px;height:auto}svg text{font-size:11px;fill:currentColor}
 .axis{stroke:currentColor;fill:none}.grid{stroke:currentColor;stroke-opacity:.13;fill:none}
 .legend{font-size:.85em;display:flex;flex-wrap:wrap;gap:.2em 1.2em}
 .key span{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}

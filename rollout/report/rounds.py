@@ -113,11 +113,13 @@ def decisions(journal: Journal) -> Panel:
     middle.name("gamma, mean over the batch (0: AR)", colour(4))
     lower = Plot(x=x, y=Axis(label="share of batch", low=0, high=1), height=190)
     names = tints(journal)
+    drafters = [name for name in names if name != AR]
     edges = [g[0].index for g in groups] + [rounds[-1].index + 1]
+    lower.box(edges[0], edges[-1], 0, 1, names[AR], title="plain (AR)")
     for group, (start, end) in zip(groups, pairwise(edges), strict=True):
         total = sum(len(r.outcomes) for r in group)
         base = 0.0
-        for name in names:
+        for name in drafters:
             share = sum(r.sequences_by_drafter.get(name, 0) for r in group) / total
             if share:
                 lower.box(start, end, base, base + share, names[name], title=f"{name}: {share:.0%}")
