@@ -20,9 +20,10 @@ from rollout.types import SamplingParams
 PARAMS = (SamplingParams(max_tokens=16, ignore_eos=True),)
 
 
-def _engine(policy: TinyPolicy, **config: int) -> NativeEngine:
+def _engine(policy: TinyPolicy, *, compiled: bool = True, **config: int) -> NativeEngine:
     settings = EngineConfig(**{"max_batch": 8, "max_context_tokens": 128, **config})  # type: ignore[arg-type]
-    return tiny_engine(policy, [build("w4", DrafterConfig(w4_kernel="torch"))], config=settings)
+    drafter = build("w4", DrafterConfig(w4_kernel="auto" if compiled else "torch"))
+    return tiny_engine(policy, [drafter], compiled=compiled, config=settings)
 
 
 def _push(engine: NativeEngine, policy: TinyPolicy, version: int) -> int:
@@ -59,6 +60,7 @@ def _faulty(policy: TinyPolicy, fault: str) -> tuple[UpdateManifest, dict[str, t
 
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "nan", "version", "changed"])
 def test_a_faulty_update_is_refused_whole_and_the_old_version_serves_on(fault: str) -> None:
+    """A25: through the engine."""
     policy = tiny_policy()
     requests = requests_for(vocab=48, prompts=3, params=PARAMS)
     engine = _engine(policy)
@@ -72,15 +74,17 @@ def test_a_faulty_update_is_refused_whole_and_the_old_version_serves_on(fault: s
     assert _push(engine, tiny_policy(seed=1), 1) == 1
 
 
-def test_every_update_reaches_the_drafter_as_well_as_the_policy() -> None:
-    engine = _engine(tiny_policy())
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_update_reaches_the_drafter_as_well_as_the_policy(compiled: bool) -> None:
+    """A26: it accepts what a drafter built from those weights accepts."""
+    engine = _engine(tiny_policy(), compiled=compiled)
     for version in (1, 2, 5):
         policy = tiny_policy(seed=version)
         assert _push(engine, policy, version) == version
         assert engine.drafter_versions() == {"w4": version}
         requests = requests_for(vocab=48, prompts=3, params=PARAMS)
         done = run_engine(engine, requests, fixed_plan("w4", 3))
-        fresh = run_engine(_engine(policy), requests, fixed_plan("w4", 3))
+        fresh = run_engine(_engine(policy, compiled=compiled), requests, fixed_plan("w4", 3))
         assert texts(done) == texts(fresh)
         for key, completion in done.items():
             assert completion.provenance is not None
