@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_a_heavy_dependency_lives_in_one_file(package: str) -> None:
     assert importers == [name for name in ONE_FILE[package] if (ROOT / name).exists()]
 
 
+@cache
 def imported_by(path: Path) -> set[str]:
     """Return the top-level packages a file imports, anywhere in it; torch's tensorboard counts as such."""
     found = set()

@@ -19,6 +19,7 @@ from rollout.jobs.config import BenchConfig, JobConfig
 from rollout.testing import char_tokenizer, save_tiny_folder
 
 TORCH = EngineConfig(decoder="torch", dtype="float32", threads=1, max_batch=4, max_context_tokens=128)
+COMPILED = replace(TORCH, decoder="compiled", dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         min_pairs=2,
         max_pairs=2,
     )
-    job = JobConfig(policy=PolicyConfig(source=str(folder)), engine=TORCH, bench=bench)
+    job = JobConfig(policy=PolicyConfig(source=str(folder)), engine=COMPILED, bench=bench)
     assert main(job) == 0
     data: dict[str, Any] = json.loads(out.read_text())
     assert [p.name for p in out.parent.iterdir()] == ["drain.json"]
