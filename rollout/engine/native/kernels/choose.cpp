@@ -221,7 +221,7 @@ void taildraft_choose(const choose::Call* call, void* choosers) {
   };
   // One row is chosen sooner than a thread wakes up.
   if (call->rows > 1 && team->usable()) team->run(job);
-  else job(team::Member{0, 1, nullptr});
+  else job(team::Member{0, 1, nullptr, nullptr, nullptr});
 }
 
 void taildraft_noise(int64_t seed, int64_t position, int64_t stream, int32_t first, int32_t count,

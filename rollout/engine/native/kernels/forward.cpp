@@ -24,6 +24,11 @@ constexpr int kHeadOverheadKeys = 16;
 // Up to so many rows every member prepares the whole input of a linear for itself: cheaper than a barrier.
 constexpr int kAloneRows = 4;
 
+// What a member takes of a linear at a time: a multiple of the panels that few rows need side by side, and far
+// more work than the claim itself.
+constexpr int kPanelsDealt = 4;
+constexpr int kHeadPanelsDealt = 32;
+
 struct Rows {
   Buffer<float> floats;
   size_t stride = 0;
@@ -224,12 +229,17 @@ class Decoder {
     return {{rows.row(0), rows.stride}, {codes.q.get(), codes.scale.get(), codes.scaled_sum.get(), w.k}};
   }
 
-  // Queries, keys and values, split by whole heads, so that who computed a head also turns it and writes it.
+  // Queries, keys and values, dealt by whole heads, so that who computed a head also turns it and writes it.
   void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, int plane) {
     const int per_head = model_.head_dim / panels::kColumns;
-    const Range heads = me.share(model_.query_heads + 2 * model_.kv_heads);
-    apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
-          [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
+    me.deal(model_.query_heads + 2 * model_.kv_heads, 1, [&](Range heads) {
+      apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
+            [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
+      turn_and_write(call, w, heads, plane);
+    });
+  }
+
+  void turn_and_write(const Call& call, const Layer& w, const Range& heads, int plane) {
     const float scale = 1.0f / std::sqrt(static_cast<float>(model_.head_dim));
     const int first_key_head = model_.query_heads, first_value_head = first_key_head + model_.kv_heads;
     const KvPages kv = pages(call);
@@ -276,19 +286,21 @@ class Decoder {
   }
 
   void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own) {
-    const Range mine = me.share(w.panels());
-    apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [this, &call](int panel, int row, F16 y) {
-      float* x = hidden(call, row) + panel * panels::kColumns;
-      simd::store(x, simd::add(simd::load(x), y));
+    me.deal(w.panels(), kPanelsDealt, [&](Range mine) {
+      apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [this, &call](int panel, int row, F16 y) {
+        float* x = hidden(call, row) + panel * panels::kColumns;
+        simd::store(x, simd::add(simd::load(x), y));
+      });
     });
   }
 
   // Panels come in pairs, gate then up; the gate waits in the pair's output until its up arrives.
   void gate(const Call& call, const Member& me, const Linear& w, const Prepared& own) {
-    const Range mine = me.share(w.panels() / 2);
-    apply(w, 2 * mine.begin, 2 * mine.end, input(own.normed, own, w), call.rows, [this](int panel, int row, F16 y) {
-      float* out = gated_.row(row) + panel / 2 * panels::kColumns;
-      simd::store(out, panel % 2 == 0 ? y : gated(simd::load(out), y));
+    me.deal(w.panels() / 2, kPanelsDealt / 2, [&](Range mine) {
+      apply(w, 2 * mine.begin, 2 * mine.end, input(own.normed, own, w), call.rows, [this](int panel, int row, F16 y) {
+        float* out = gated_.row(row) + panel / 2 * panels::kColumns;
+        simd::store(out, panel % 2 == 0 ? y : gated(simd::load(out), y));
+      });
     });
   }
 
@@ -314,14 +326,16 @@ class Decoder {
       rms_norm(hidden(call, call.head_index[r]), model_.final_norm, model_.hidden, model_.eps, own.normed.row(r));
     encode(me, own.normed, call.head_rows, w, own, false);
     if (!alone(call.head_rows)) me.wait();
-    const Range columns = me.share(w.panels());
-    apply(w, columns.begin, columns.end, input(own.normed, own, w), call.head_rows, [&](int panel, int row, F16 y) {
+    const auto write = [&](int panel, int row, F16 y) {
       const int column = panel * panels::kColumns;
       float* out = call.logits + static_cast<size_t>(row) * w.n + column;
       if (column + panels::kColumns <= w.n) return simd::store(out, y);
       float lanes[simd::kLanes];
       simd::store(lanes, y);
       std::memcpy(out, lanes, (w.n - column) * sizeof(float));
+    };
+    me.deal(w.panels(), kHeadPanelsDealt, [&](Range columns) {
+      apply(w, columns.begin, columns.end, input(own.normed, own, w), call.head_rows, write);
     });
   }
 

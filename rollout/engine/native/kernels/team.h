@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -64,23 +65,60 @@ struct Range {
   int begin, end;
 };
 
+// How many members' shares a member looks at for work once its own is done.
+constexpr int kHelped = 3;
+
+// Claims on the chunks of one member's share, counted since the job began.
+struct alignas(64) Claims {
+  std::atomic<int> count{0};
+};
+
 // One thread's place in a running job.
 struct Member {
   int index, size;
   Barrier* barrier;
+  Claims* claims;  // one per member
+  int* settled;    // this member's own: what each count stood at when the phase began
 
   void wait() const { barrier->wait(size); }
 
   // This member's share of n equal pieces; shares are contiguous, in the order of members.
-  Range share(int n) const {
-    return {static_cast<int>(static_cast<int64_t>(n) * index / size),
-            static_cast<int>(static_cast<int64_t>(n) * (index + 1) / size)};
+  Range share(int n) const { return share_of(index, n); }
+
+  // Calls work(range) until all of n pieces are done or under way: this member's share chunk by chunk, then
+  // chunks that its neighbours have not come to, since a core that its host gives to others for a while must
+  // not hold up the rest. Every member calls it alike in a phase, and a barrier stands between two phases.
+  template <class Work>
+  void deal(int n, int chunk, Work work) const {
+    const int visits = std::min(size, kHelped + 1);
+    for (int step = 0; step < visits; ++step) {
+      const int owner = (index + step) % size;
+      const Range all = share_of(owner, n);
+      const int chunks = (all.end - all.begin + chunk - 1) / chunk;
+      for (;;) {
+        const int next = claims[owner].count.fetch_add(1, std::memory_order_relaxed) - settled[owner];
+        if (next >= chunks) break;
+        const int begin = all.begin + next * chunk;
+        work(Range{begin, std::min(begin + chunk, all.end)});
+      }
+    }
+    // Each visitor of a share claims in vain exactly once, so all know what the counts stand at now.
+    for (int owner = 0; owner < size; ++owner) {
+      const Range all = share_of(owner, n);
+      settled[owner] += (all.end - all.begin + chunk - 1) / chunk + visits;
+    }
+  }
+
+ private:
+  Range share_of(int member, int n) const {
+    return {static_cast<int>(static_cast<int64_t>(n) * member / size),
+            static_cast<int>(static_cast<int64_t>(n) * (member + 1) / size)};
   }
 };
 
 class Team {
  public:
-  explicit Team(int size) : size_(size), pid_(getpid()) {
+  explicit Team(int size) : size_(size), pid_(getpid()), claims_(size), settled_(size, std::vector<int>(size)) {
     for (int i = 1; i < size_; ++i) threads_.emplace_back([this, i] { serve(i); });
   }
 
@@ -103,14 +141,18 @@ class Team {
   // Calls job(member) on every member and returns when all have. One caller at a time; job must not throw.
   template <class Job>
   void run(Job& job) {
+    for (Claims& claims : claims_) claims.count.store(0, std::memory_order_relaxed);
+    for (std::vector<int>& settled : settled_) std::fill(settled.begin(), settled.end(), 0);
     if (size_ > 1) post([](void* f, const Member& m) { (*static_cast<Job*>(f))(m); }, &job);
-    const Member caller{0, size_, &barrier_};
+    const Member caller = member(0);
     job(caller);
     caller.wait();
   }
 
  private:
   using Call = void (*)(void*, const Member&);
+
+  Member member(int index) { return {index, size_, &barrier_, claims_.data(), settled_[index].data()}; }
 
   void post(Call call, void* job) {
     {
@@ -123,7 +165,7 @@ class Team {
   }
 
   void serve(int index) {
-    const Member member{index, size_, &barrier_};
+    const Member self = member(index);
     for (int seen = 0;; ++seen) {
       for (int spins = 0; spins < kSpins && posted_.load(std::memory_order_acquire) == seen; ++spins) relax();
       Call call;
@@ -135,14 +177,16 @@ class Team {
         job = job_;
       }
       if (call == nullptr) return;
-      call(job, member);
-      member.wait();
+      call(job, self);
+      self.wait();
     }
   }
 
   const int size_;
   const pid_t pid_;
   Barrier barrier_;
+  std::vector<Claims> claims_;
+  std::vector<std::vector<int>> settled_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<int> posted_{0};
