@@ -114,6 +114,7 @@ def _setup(tmp_path: Path, prompts: list[Any], **settings: Any) -> Setup:
 
 
 def test_three_steps_hand_over_exact_ids_in_order_and_push_once_per_step(tmp_path: Path) -> None:
+    """A36: also ids that another tokenisation of their text would change."""
     prompts = [MESSAGES, [{"role": "user", "content": "say b"}], MESSAGES]
     made = _setup(tmp_path, prompts, max_new_tokens=24, temperature=2.0)
     made.trainer.train()
@@ -232,6 +233,7 @@ def test_another_temperature_or_length_in_the_trainer_is_refused(tmp_path: Path)
 
 
 def test_filters_once_allowed_keep_the_ratio_one_and_say_what_they_kept(tmp_path: Path) -> None:
+    """A13: as the trainer itself computes it."""
     made = _setup(tmp_path, [MESSAGES], steps=1, allow_filters=True, sampling={"top_p": 0.8})
     output = made.rollouts([MESSAGES] * 8, made.trainer)
     metrics = made.trainer._metrics["train"]
@@ -258,6 +260,7 @@ def test_a_refused_push_stops_the_run_and_the_old_version_stays(tmp_path: Path) 
 
 
 def test_adapters_are_refused_rather_than_pushed_unmerged(tmp_path: Path) -> None:
+    """A29."""
     made = _setup(tmp_path, [MESSAGES], steps=1)
     made.trainer.model.peft_config = {"default": object()}
     with pytest.raises(PolicyPushError, match="adapters"):

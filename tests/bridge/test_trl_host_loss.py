@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,8 @@ class StreamingClient:
 
     def _kill_when_both_hosts_decode(self, seen: dict[tuple[str, int], list[TokenRecord]]) -> None:
         # A group stays on one host, so tokens of both prompts are tokens of both hosts.
-        if {uid for (uid, _), tokens in seen.items() if tokens} != {uid for uid, _ in seen}:
+        delivered = Counter(uid for (uid, _), tokens in seen.items() for _ in tokens)
+        if min(delivered[uid] for uid, _ in seen) < 2 * (GAMMA + 1):
             return
         slot = self.service.health().hosts[0]
         assert slot.pid is not None
@@ -172,7 +174,10 @@ SAME = ("prompt_ids", "completion_ids", "logprobs", "finish_reason", "policy_ver
 def test_a_host_killed_mid_round_changes_nothing_that_the_trainer_gets_or_learns(
     tmp_path: Path, spec: EngineSpec, service: RolloutClient
 ) -> None:
-    """Ids, logprobs, rewards, losses and trained weights are those of a run whose only host lived."""
+    """Ids, logprobs, rewards, losses and trained weights are those of a run whose only host lived.
+
+    A33, A34: the successor serves at the version of the others, and each sample ends once.
+    """
     engine, _ = spec.build()
     undisturbed = _train(
         EngineClient(engine, fixed_plan("w4", GAMMA)), tmp_path / "policy", tmp_path / "undisturbed"

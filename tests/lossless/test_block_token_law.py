@@ -33,6 +33,7 @@ def name(case: LawCase) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_the_emitted_joint_law_is_that_of_ar(case: LawCase) -> None:
+    """A5: whatever the draft was drawn with, filters of its own included."""
     check = check_law(case)
     assert check.tv <= EXACT_TV
     assert check.passed
@@ -66,7 +67,7 @@ def test_drafts_of_any_origin_may_be_verified_as_certain(rule: str) -> None:
 
 
 def test_resuming_from_the_target_errs_by_what_arithmetic_says() -> None:
-    """Target (.6, .4), drafter (.4, .6): kept mass (.4, .4), and .2 * target in place of all to the first."""
+    """A6: target (.6, .4), drafter (.4, .6): kept mass (.4, .4), and .2 * target, not all to the first."""
     target = torch.tensor([[0.6, 0.4], [0.6, 0.4]], dtype=torch.float64)
     draft = torch.tensor([[0.4, 0.6]], dtype=torch.float64)
 

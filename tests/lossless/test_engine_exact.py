@@ -78,6 +78,7 @@ def test_batch_mates_do_not_change_a_text(family: str, compiled: bool) -> None:
 def test_every_drafter_and_gamma_gives_the_text_of_plain_decoding(
     name: str, gamma: int, compiled: bool
 ) -> None:
+    """A7: for every drafter there is, also in the compiled kernels."""
     policy = tiny_policy(family="smollm2")
     requests = _requests(policy)
     engine = _engine(policy, compiled)

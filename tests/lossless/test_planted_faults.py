@@ -83,6 +83,7 @@ CUT = list(round_cases(cut=True))
 
 @pytest.mark.parametrize(("name", "case"), CUT, ids=[f"{c.rule}, {n}" for n, c in CUT])
 def test_the_production_round_emits_the_law_of_plain_decoding(name: str, case: RoundCase) -> None:
+    """A5: for drafts of known rows, certain drafts, and the 4-bit copy of the policy."""
     found = check_round_law(case)
     assert found.tv <= 1e-12
     assert found.passed

@@ -48,6 +48,7 @@ def test_a_killed_host_costs_no_sample_and_repeats_no_delivered_token(two_hosts,
 
 
 def test_a_restarted_host_gets_no_traffic_before_the_current_weights(two_hosts, start, wait_until):
+    """A33: readiness is the right version, not a process that is up."""
     client = start(ScriptedSpec(faults=SLOW))
     assert client.update_weights(scripted_weights(5), 5) == 5
     requests = scripted_requests(4, tokens=100, tag="reload")
@@ -104,6 +105,7 @@ def test_hosts_of_different_numerics_do_not_serve_together(start):
 
 
 def test_a_retry_supersedes_its_older_attempt_whose_late_result_is_dropped(two_hosts, wait_until):
+    """A34: one result per sample, however often it is asked for."""
     request = scripted_requests(1, tokens=200, tag="late")[0]
     (expected,) = two_hosts.generate([request])
     two_hosts.pause()

@@ -48,6 +48,7 @@ def test_one_host_gives_the_text_of_two_whatever_is_drafted(two_hosts, odd_host)
 
 
 def test_a_stream_says_what_the_batch_says(two_hosts):
+    """A2: through the service."""
     requests = scripted_requests(4, n=2, tag="stream")
     batch = two_hosts.generate(requests)
     tokens = {r.key: [] for r in requests}
@@ -87,6 +88,7 @@ BAD_ITEMS = {
 
 
 def test_a_bad_item_fails_alone_and_says_why(two_hosts):
+    """A4: at the door of the service."""
     good = scripted_requests(1, n=len(BAD_ITEMS), tag="good")
     mixed = [item for pair in zip(good, BAD_ITEMS.values(), strict=True) for item in pair]
     completions = two_hosts.generate(mixed)
@@ -98,6 +100,7 @@ def test_a_bad_item_fails_alone_and_says_why(two_hosts):
 
 
 def test_a_duplicate_is_refused_and_the_first_is_answered(two_hosts):
+    """A19: at the door of the service."""
     request = scripted_requests(1, tag="twice")[0]
     first, second = two_hosts.generate([request, request])
     assert (first.finish_reason, len(first.tokens)) == ("length", 24)
@@ -105,6 +108,7 @@ def test_a_duplicate_is_refused_and_the_first_is_answered(two_hosts):
 
 
 def test_prompts_without_names_get_seeds_of_their_own_and_the_same_ones_again(two_hosts):
+    """A11: over replicas too, no two samples share their noise, and a run repeats."""
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = [[4, 5], [6], [4, 5]]
     first = two_hosts.sample(prompts, params, n=2)
@@ -146,6 +150,7 @@ def test_stats_count_what_happened(two_hosts):
 
 
 def test_control_answers_within_a_second_while_every_generate_slot_is_taken(slow_host, wait_until):
+    """A32: abort, update and status have their own lane."""
     client = slow_host
     requests = [scripted_requests(1, tokens=50_000, tag=f"sat{i}-")[0] for i in range(58)]
     calls = [threading.Thread(target=client.generate, args=([r],), daemon=True) for r in requests]
@@ -232,6 +237,7 @@ def test_a_service_is_found_by_name_also_from_another_process(two_hosts):
 
 
 def test_a_deadline_returns_what_there_is_and_delays_nobody(slow_host):
+    """A31: through the service, waiting requests included."""
     slow = {"prompt_uid": "slow", "prompt_ids": [1], "params": {"ignore_eos": True}, "deadline_s": 0.5}
     queued = [{**slow, "prompt_uid": f"queued{i}"} for i in range(4)]
     began_s = time.monotonic()

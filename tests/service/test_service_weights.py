@@ -1,6 +1,8 @@
 """A weight update is whole on every host, or nowhere; and the store holds no more than it must."""
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import ray
@@ -21,6 +23,12 @@ def needed_frac() -> float:
     """Return which share of the object store somebody still holds."""
     line = next(x for x in store_summary().splitlines() if "Plasma memory usage" in x)
     return float(line.split("full,")[1].split("%")[0]) / 100
+
+
+def own_bytes(pid):
+    """Return the memory a process holds alone, the object store's not counted."""
+    _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def ids_of(completions):
@@ -50,6 +58,7 @@ def test_an_update_changes_the_text_on_every_host_and_names_its_version(start):
 
 @pytest.mark.parametrize("where", ["refuse_stage", "other_shape", "missing", "extra", "nan"])
 def test_an_update_refused_by_one_host_leaves_the_old_version_on_all(where, two_hosts, start):
+    """A25: through the service, on two hosts."""
     state = scripted_weights(3)
     client = two_hosts
     if where == "refuse_stage":
@@ -106,11 +115,16 @@ def test_a_mode_the_engine_lacks_is_refused_by_name(two_hosts):
 
 
 def test_updates_in_a_loop_keep_no_old_weights_in_the_store(start):
+    """A35: nothing of an old version stays, in the store or in a host."""
     ballast = 4 << 20  # 16 MiB in float32: ten versions overflow the store
     client = start(ScriptedSpec(ballast_floats=ballast))
     state = scripted_weights(1, ballast_floats=ballast)
+    pid = client.health().hosts[0].pid
     for version in range(1, 25):
         assert client.update_weights(state, version) == version
         assert needed_frac() < 0.35, "more than three versions are held"
+        if version == 4:
+            early_bytes = own_bytes(pid)
+    assert own_bytes(pid) - early_bytes < 3 * 4 * ballast, "a host grows with every version"
     assert "Spilled" not in store_summary()
     assert versions_of(client.generate(scripted_requests(1, tag="last"))) == {24}

@@ -232,6 +232,7 @@ def test_a_new_policy_version_is_noticed_once_whoever_says_it_first() -> None:
 
 
 def test_a_new_version_brings_back_hope() -> None:
+    """A23: and to one policy version."""
     machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.15))
     controller = auto(machine)
     learn(machine, controller, 2, 200)
@@ -241,6 +242,8 @@ def test_a_new_version_brings_back_hope() -> None:
 
 
 def test_the_same_inputs_give_the_same_plans_and_controllers_share_nothing() -> None:
+    """A23: what a controller learnt belongs to one engine."""
+
     def trace(beside: AutoController | None) -> list[RoundPlan]:
         machine = SimulatedMachine(shapes=BOTH, hazard=constant(0.8), seed=5)
         other = SimulatedMachine(shapes=BOTH, hazard=constant(0.1), seed=6)

@@ -97,6 +97,7 @@ def test_other_prompts_are_never_copied_even_under_the_same_name() -> None:
 
 
 def test_an_earlier_rollout_is_copied_across_policy_versions_and_remembers_its_own() -> None:
+    """A24: old text may be guessed from, never trusted, and says whose it is."""
     history = drafter()
     assert history.drafter_version == -1
     history.rebuild(Version(policy_version=4))

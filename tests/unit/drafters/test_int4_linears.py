@@ -15,7 +15,7 @@ from drafters.int4.packed import PackedInt4Linear, PackedInt8Linear, blocks_of, 
 from drafters.int4.rounding import round_to_int4, round_to_int8_rows
 from drafters.types import DraftError
 
-SHAPES = [(1, 1), (3, 5), (63, 1), (65, 1), (31, 33), (16, 64), (40, 96)]
+SHAPES = [(1, 1), (3, 5), (63, 1), (65, 1), (4095, 1), (31, 33), (16, 64), (40, 96)]
 GENERIC = ("TAILDRAFT_GENERIC",)
 BF16_STEP = 2.0**-8
 """Relative width of a bfloat16 step; rounding moves a value by at most half of it."""
@@ -126,6 +126,7 @@ def test_compiled_int8_codes_and_scales_equal_the_oracles(
 def test_an_int4_round_trip_moves_no_element_by_more_than_its_bound(
     n: int, k: int, dtype: torch.dtype
 ) -> None:
+    """A37."""
     rows_NK = weight(n, k, dtype=dtype).rows_NK
     rounded = round_to_int4(rows_NK, 32)
     scale_NK, minimum_NK = (
@@ -146,6 +147,7 @@ def test_an_int8_round_trip_moves_no_element_by_more_than_half_a_code(n: int, k:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_ten_builds_give_the_same_bytes(n: int, k: int) -> None:
+    """A37."""
     source = weight(n, k, panels=True)
     assert len({bytes(packed4(source).packed.tolist()) for _ in range(10)}) == 1
     assert len({tuple(packed8(source).packed.tolist()) for _ in range(10)}) == 1
@@ -196,6 +198,7 @@ def test_thread_count_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.3, 1e6, -1e6, 1e-40, 1e-31, 3e37])
 def test_a_constant_weight_comes_back_as_its_bfloat16_value(value: float) -> None:
+    """A38: all zeros and numbers under the smallest normal one, too."""
     source = Weight(rows_NK=torch.full((5, 40), value))
     expected = source.rows_NK.bfloat16().float()
     assert torch.equal(round_to_int4(source.rows_NK, 32).dequantize(), expected)
@@ -210,6 +213,7 @@ def test_a_constant_weight_comes_back_as_its_bfloat16_value(value: float) -> Non
 def test_a_trap_among_weights_keeps_every_factor_and_output_finite(
     trap: float, defines: tuple[str, ...]
 ) -> None:
+    """A38."""
     source = weight(20, 70, dtype=torch.float32)
     source.rows_NK[7, 33] = trap
     four, eight = packed4(source, defines=defines), packed8(source, defines=defines)
@@ -230,6 +234,7 @@ def test_a_trap_among_weights_keeps_every_factor_and_output_finite(
 def test_a_weight_that_cannot_be_rounded_is_refused_by_name(
     kernel: Kernel, bad: float, panels: bool, place: tuple[int, int]
 ) -> None:
+    """A38."""
     source = weight(20, 70, panels=panels)
     source.rows_NK[place] = bad
     for bits in (4, 8):

@@ -161,6 +161,7 @@ def test_every_kernel_drafts_what_the_policy_would_mostly_say(kernel: str) -> No
 
 @pytest.mark.parametrize("kernel", ["compiled", "aten", "torch"])
 def test_a_new_version_is_rounded_into_the_same_buffers_and_equals_a_fresh_build(kernel: str) -> None:
+    """A26, A30."""
     drafter = built(SmallPolicy(version=1, seed=1), w4_kernel=kernel)
     before = addresses(drafter)
     second = SmallPolicy(version=2, seed=2)
@@ -173,6 +174,7 @@ def test_a_new_version_is_rounded_into_the_same_buffers_and_equals_a_fresh_build
 
 
 def test_drafting_before_a_build_or_for_another_version_is_refused() -> None:
+    """A26: no lag behind the policy is ever served."""
     drafter = W4Drafter(DrafterConfig(w4_kernel="torch"))
     assert drafter.drafter_version == -1
     with pytest.raises(DraftError, match="has not been built"):

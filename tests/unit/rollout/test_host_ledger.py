@@ -78,6 +78,7 @@ def test_a_sample_resumes_with_what_was_delivered_and_keeps_its_seed():
 
 
 def test_results_of_an_attempt_that_is_over_are_dropped_and_counted():
+    """A34."""
     ledger, sink, sample, first = opened()
     ledger.lost("host-0", HERE)
     second = ledger.send(sample, "host-1", HERE, now_s=102.0, allow_other=False)

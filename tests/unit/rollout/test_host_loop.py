@@ -1,5 +1,7 @@
 """The engine loop alone: no Ray, no thread but the test's own, a clock the test moves."""
 
+from dataclasses import replace
+
 import pytest
 
 from controller.types import RoundLoad, SequenceLoad
@@ -132,6 +134,37 @@ def test_a_deadline_is_kept_at_the_next_boundary_also_while_paused():
     (ended,) = driven.completions
     assert (ended.prompt_uid, ended.finish_reason, len(ended.tokens)) == ("h", "aborted", 3)
     assert ended.error == "DeadlineError: 5.0 s passed"
+
+
+def test_one_sample_that_never_ends_costs_its_group_nothing_but_itself():
+    """A31: seven finished and one marked with what it has; other groups end when they would have."""
+
+    def rounds_until_others_end(*, stuck: bool):
+        driven = Driven(ScriptedSpec(max_batch=12, max_context_tokens=100_000))
+        group = scripted_requests(1, n=8, tokens=6, tag="group")
+        endless = replace(group[7].params, max_tokens=None)
+        group[7] = replace(group[7], params=endless, deadline_s=5.0)
+        others = scripted_requests(1, n=4, tokens=9, tag="other")
+        driven.loop.add([*(group if stuck else group[:7]), *others])
+        rounds = 0
+        while sum(c.prompt_uid == others[0].prompt_uid for c in driven.completions) < 4:
+            driven.turns(1)
+            rounds += 1
+        return driven, group, rounds
+
+    driven, group, rounds = rounds_until_others_end(stuck=True)
+    assert rounds == rounds_until_others_end(stuck=False)[2]
+    driven.now_s = 5.0
+    driven.turns(1)
+    ended = {c.sample_index: c for c in driven.completions if c.prompt_uid == group[0].prompt_uid}
+    assert [ended[i].finish_reason for i in range(8)] == ["length"] * 7 + ["aborted"]
+    assert ended[7].error.startswith("DeadlineError")
+    assert len(ended[7].tokens) >= 8
+    assert {t.policy_version for t in ended[7].tokens} == {0}
+    assert not driven.engine.busy
+    driven.loop.add(scripted_requests(1, tokens=3, tag="next"))
+    driven.turns(5)
+    assert driven.completions[-1].finish_reason == "length"
 
 
 def test_a_paused_loop_runs_no_round_and_still_aborts():

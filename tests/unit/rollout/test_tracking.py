@@ -253,6 +253,7 @@ def test_every_line_is_versioned_and_carries_its_own_clock(tmp_path: Path) -> No
 
 
 def test_a_resumed_run_appends_and_loses_nothing_when_a_clock_steps_back(tmp_path: Path) -> None:
+    """A46."""
     first = JsonlTracker(tmp_path, run_id="r1")
     for step in range(40, 50):
         first.log({"trainer/loss": step}, clock="trainer/step", at=step)
@@ -362,6 +363,7 @@ def test_a_rounds_line_keeps_every_fact_that_replays_the_decision() -> None:
 
 
 def test_a_tracker_refuses_to_be_sent_to_another_process(tmp_path: Path) -> None:
+    """A47: a run has one owner."""
     with pytest.raises(TypeError, match="cannot be sent"):
         pickle.dumps(Trackers([JsonlTracker(tmp_path, run_id="r1")]))
 
@@ -397,6 +399,7 @@ def _open(folder: Path, kind: Any, **more: Any) -> Tracker:
 def test_four_forked_and_spawned_senders_and_a_killed_one_do_not_stop_the_writer(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A47."""
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     tracker = _open(tmp_path, kind)
     started_s = time.monotonic()
@@ -453,6 +456,7 @@ def _wandb_records(path: Path) -> list[bytes]:
 def test_wandb_keeps_every_row_offline_when_the_trainers_step_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A46."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     tracker = _open(tmp_path, "wandb")

@@ -177,6 +177,7 @@ def test_block_keeps_at_least_as_much_as_token_in_expectation() -> None:
 )
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_a_row_the_draft_cannot_come_from_is_a_typed_error(rule: str, bad_row: list[float]) -> None:
+    """A5: a draft its own distribution rules out is never verified against it."""
     target = rows([0.3, 0.3, 0.4], [0.3, 0.3, 0.4], [0.3, 0.3, 0.4])
     draft = rows([0.3, 0.3, 0.4], bad_row)
     with pytest.raises(DraftDistributionError, match="1"):

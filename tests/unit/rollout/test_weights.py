@@ -50,6 +50,7 @@ def test_expected_tensors_are_those_of_transformers(family: str) -> None:
 
 
 def test_a_correct_update_arrives_tensor_by_tensor_as_sent() -> None:
+    """A25."""
     state = tiny_policy(seed=4).state
     received = update(state)
     assert checksum(received) == checksum(state)
@@ -59,6 +60,7 @@ def test_a_correct_update_arrives_tensor_by_tensor_as_sent() -> None:
 
 
 def test_a_misspelt_name_is_refused_with_the_name_it_was_meant_to_be() -> None:
+    """A25."""
     state = tiny_policy().state
     state["model.layers.0.mlp.gate_prj.weight"] = state.pop(GATE)
     with pytest.raises(WeightUpdateError, match=fault(f"closest: {GATE}", f"{GATE} is missing")):
@@ -66,6 +68,7 @@ def test_a_misspelt_name_is_refused_with_the_name_it_was_meant_to_be() -> None:
 
 
 def test_a_missing_and_an_extra_tensor_are_both_named_in_one_refusal() -> None:
+    """A25."""
     state = tiny_policy().state
     del state[NORM]
     state["model.layers.7.extra.weight"] = torch.zeros(3)
@@ -76,6 +79,7 @@ def test_a_missing_and_an_extra_tensor_are_both_named_in_one_refusal() -> None:
 
 
 def test_a_transposed_tensor_is_refused() -> None:
+    """A25."""
     state = tiny_policy().state
     state[GATE] = state[GATE].T.contiguous()
     with pytest.raises(WeightUpdateError, match=fault("has shape (64, 128), expected (128, 64)", GATE)):
@@ -83,6 +87,7 @@ def test_a_transposed_tensor_is_refused() -> None:
 
 
 def test_a_stream_cut_after_sixty_percent_is_refused_with_what_never_came() -> None:
+    """A25."""
     state = tiny_policy().state
     stage = WeightStage(SPECS["llama"], "bfloat16", 2, manifest(state, 3))
     pairs = list(state.items())
@@ -95,6 +100,7 @@ def test_a_stream_cut_after_sixty_percent_is_refused_with_what_never_came() -> N
 def test_float32_is_rounded_to_nearest_even_into_a_bfloat16_policy_and_nothing_else_is_cast(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A25."""
     sent = tiny_policy(seed=1, dtype=torch.float32).state
     with caplog.at_level("INFO"):
         received = update(sent)
@@ -166,6 +172,7 @@ def test_a_tied_policy_takes_its_head_again_only_if_it_equals_the_embedding() ->
 
 
 def test_an_update_of_a_tied_embedding_changes_the_head_as_well() -> None:
+    """A27."""
     old, new = tiny_policy(seed=0, family="smollm2"), tiny_policy(seed=1, family="smollm2")
     decoder = TorchDecoder(old.spec, cos_PH=old.cos_PH, sin_PH=old.sin_PH, dtype=torch.bfloat16, exact=True)
     decoder.load(old.state)

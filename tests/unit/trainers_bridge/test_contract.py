@@ -52,6 +52,7 @@ SAMPLE = Completion(
 def test_what_no_trainer_recomputes_is_refused_by_name_even_when_filters_are_allowed(
     name: str, value: Any
 ) -> None:
+    """A13: a convention the trainer cannot share is refused."""
     params = SamplingParams.from_mapping({name: value})
     with pytest.raises(UnreproducibleSamplingError, match=name):
         check_params(params, allow_filters=True)

@@ -35,6 +35,7 @@ def test_a_push_is_a_copy_that_training_does_not_reach() -> None:
 
 
 def test_packed_weights_and_adapters_are_refused() -> None:
+    """A29: merging into packed weights would round them, so neither is pushed."""
     for name in ("peft_config", "hf_quantizer"):
         model = _model("smollm2")
         setattr(model, name, {"default": object()})
