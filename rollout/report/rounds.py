@@ -21,7 +21,7 @@ ROUND_COLUMNS = (
     "verify ms",
     "commit ms",
     "round ms",
-    "tokens/round",
+    "tokens / round",
     "tokens/s",
 )
 
@@ -136,7 +136,7 @@ def decisions(journal: Journal) -> Panel:
 
 def _reasons(rounds: Sequence[Round]) -> str:
     """Name the commonest reasons; those that differ in their numbers only are one."""
-    counts = Counter(re.sub(r"[-+]?\d+(\.\d+)?", "N", r.reason) for r in rounds)
+    counts = Counter(re.sub(r"(?<!\w)[-+]?\d+(\.\d+)?", "N", r.reason) for r in rounds)
     return "; ".join(f"{name} ({n / len(rounds):.0%})" for name, n in counts.most_common(5))
 
 

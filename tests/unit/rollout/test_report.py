@@ -241,10 +241,10 @@ def test_a_drafter_has_one_colour_in_every_panel(run_dir: Path) -> None:
 
 def test_reasons_that_differ_in_numbers_only_are_one(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path, run_id="r")
-    for i, reason in enumerate(["gain -2.7% too low", "gain 3.1% too low", "all quiet"]):
+    for i, reason in enumerate(["w4: gain -2.7%", "w4: gain 3.1%", "all quiet"]):
         record = _round(i, version=1, batch=1, gamma=0, rng=random.Random(0))
         RolloutRecorder(tracker).rounds([replace(record, plan=replace(record.plan, reason=reason))])
-    assert "gain N% too low (67%); all quiet (33%)." in decisions(read_journal(tmp_path)).note
+    assert "w4: gain N% (67%); all quiet (33%)." in decisions(read_journal(tmp_path)).note
 
 
 def test_round_times_are_told_by_drafter_and_power_of_two(run_dir: Path) -> None:
