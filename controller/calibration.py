@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.trust import Quality, Timing
 from controller.types import POLICY, PartShape
 
 Floats = NDArray[np.float64]
@@ -112,6 +113,11 @@ class Calibration:
 
     parts: Mapping[str, PartFit]
     other: OtherFit = field(default_factory=OtherFit)
+    quality: Quality = field(default_factory=Quality)
+    """``unknown`` in files older than this field."""
+
+    timings: tuple[Timing, ...] = ()
+    """What single forwards took, in short: some are taken again to see whether it still holds."""
 
     def to_json(self) -> str:
         """Return the whole record as JSON text; ``from_json`` gives back an equal record."""
@@ -127,6 +133,8 @@ class Calibration:
                 key=stored,
                 parts={name: PartFit(**fit) for name, fit in data["parts"].items()},
                 other=OtherFit(**data["other"]),
+                quality=Quality(**data.get("quality", {})),
+                timings=tuple(Timing(**timing) for timing in data.get("timings", ())),
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a calibration: {error}") from error

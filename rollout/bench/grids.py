@@ -10,12 +10,12 @@ from controller.types import AR
 from rollout.bench.arms import EngineArms
 from rollout.bench.cell import HF
 from rollout.bench.machine import usable_cores
+from rollout.calibration.store import load_or_calibrate
 from rollout.config import EngineConfig
 from rollout.engine.native.build import engine_of
 from rollout.engine.native.families import rope_tables
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import ConfigError
-from rollout.jobs.calibrate import load_or_calibrate
 from rollout.jobs.config import JobConfig
 from rollout.policy.offgrid import SAMPLE_TEXT, PerplexityChange, perplexity_change
 from rollout.policy.source import Policy, load_policy

@@ -61,7 +61,7 @@ class EngineSpec:
             return Calibration.from_json(self.calibration)
         if self.controller.kind != "auto":
             return None
-        from rollout.jobs.calibrate import load_or_calibrate
+        from rollout.calibration.store import load_or_calibrate
 
         return load_or_calibrate(engine, self.controller, self.engine)
 

@@ -13,8 +13,8 @@ from rollout.bench.arms import ArmSpec, EngineArms, TextDiffersError, TextGuard,
 from rollout.bench.cell import Cell
 from rollout.bench.pairing import Claim, PairedRatio
 from rollout.bench.schedule import measure
+from rollout.calibration.measure import calibrate
 from rollout.engine.native.engine import NativeEngine
-from rollout.jobs.calibrate import calibrate
 from rollout.testing import tiny_policy
 from rollout.testing_native import tiny_engine
 

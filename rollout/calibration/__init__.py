@@ -1,0 +1,1 @@
+"""What this machine can do with this policy: measured, judged, kept, and checked again."""
