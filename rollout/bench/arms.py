@@ -1,9 +1,14 @@
-"""Arms of our own: one engine, driven by a fresh controller per run, and the check that no token differs.
+"""Arms of our own: an engine each, driven by a fresh controller per run, and the check that no token differs.
 
-All arms of a policy share one engine, weights and KV memory included. For a run only the arm's drafters are
-switched on, so plain decoding pays for none. Nothing is carried from run to run: a controller starts with
-what calibration knows, no prompt page is kept, and every run names its prompts anew, which is what the
-``history`` drafter files texts under, so it cannot look up the answers of an earlier run.
+Arms that are compared run in lockstep: the arm whose share of tokens is smallest runs its next round, and
+only its own rounds count as its time. So the arms meet the same machine within a fraction of a second, which
+matters where its speed changes by 40% within minutes. A round streams all weights through the caches, so what
+another arm left there makes no difference.
+
+The engines share the policy's weights and nothing else. For a run only the arm's drafters are switched on, so
+plain decoding pays for none. Nothing is carried from run to run: a controller starts with what calibration
+knows, no prompt page is kept, and every run names its prompts anew, which is what the ``history`` drafter
+files texts under, so it cannot look up the answers of an earlier run.
 """
 
 import gc
@@ -11,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from controller.calibration import Calibration
 from controller.config import ControllerConfig
@@ -22,6 +28,8 @@ from rollout.engine.native.engine import NativeEngine
 from rollout.errors import RolloutError
 from rollout.seeds import sample_seed
 from rollout.types import Completion, Request, SamplingParams
+
+T = TypeVar("T")
 
 PACE_FORWARDS = 5
 """Reference forwards before and after a run: the median of ten survives a stall, and costs under 0.2 s."""
@@ -106,60 +114,128 @@ class Run:
     """Times the controller's watchdog asked for something: none is expected."""
 
 
-class EngineArms:
-    """Runs arms on one engine."""
+class Lane:
+    """One run under way: an engine, the arm's drafters, a fresh controller, and the time of its rounds."""
 
-    def __init__(self, engine: NativeEngine, calibration: Calibration | None) -> None:
+    def __init__(
+        self, engine: NativeEngine, spec: ArmSpec, work: Work, *, run: str, calibration: Calibration | None
+    ) -> None:
+        engine.use_drafters(spec.drafters)
+        known = calibration if spec.controller.kind == "auto" else None
+        self.seconds = 0.0
+        """Time spent on this run, and this run's clock: what other lanes do in between is not seen."""
+        self.committed = 0
+        self._engine = engine
+        self._controller = build_controller(spec.controller, engine.traits, engine.part_shapes(), known)
+        for name in spec.drafters:
+            self._controller.drafter_built(name, engine.policy_version)
+        self._requests = work.requests(run=run)
+        self._facts: list[RoundFacts] = []
+        self._done: list[Completion] = []
+        self._alarms = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows are left."""
+        return self._engine.busy
+
+    def submit(self) -> None:
+        """Add all rows at once."""
+        started = time.perf_counter()
+        for request in self._requests:
+            self._engine.add(request)
+        self.seconds += time.perf_counter() - started
+
+    def step(self) -> None:
+        """Run one round."""
+        started = time.perf_counter()
+        plan = self._controller.decide(self._engine.load(), now_s=self.seconds)
+        outcome = self._engine.run_round(plan)
+        self._controller.observe(outcome.facts)
+        self._alarms += len(self._controller.take_actions())
+        self._facts.append(outcome.facts)
+        self._done.extend(outcome.completions)
+        self.committed += outcome.facts.committed
+        self.seconds += time.perf_counter() - started
+
+    def result(self, *, pace_s: float, lockstep: int) -> Run:
+        """Return the finished run."""
+        summary = RoundSummary.of(self._facts)
+        return Run(
+            timed=Timed(
+                makespan_s=self.seconds, pace_s=pace_s, plain=summary.plain_work(), lockstep=lockstep
+            ),
+            texts=_texts(self._requests, self._done),
+            summary=summary,
+            alarms=self._alarms,
+        )
+
+
+class EngineArms:
+    """Runs arms, one alone or several in lockstep."""
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        calibration: Calibration | None,
+        *,
+        another: Callable[[], NativeEngine] | None = None,
+    ) -> None:
+        """``another`` makes one more engine on the same weights, for the second and later lanes."""
         self.engine = engine
         self.all_drafters = engine.traits.drafters
         """All that can be switched on; the engine must still have them all."""
+        self._engines = [engine]
+        self._another = another
         self._calibration = calibration
         self._runs = 0
 
     def run(self, spec: ArmSpec, work: Work) -> Run:
         """Submit all rows at once and run until the batch is empty. The engine must be idle."""
-        engine = self.engine
-        engine.use_drafters(spec.drafters)
-        calibration = self._calibration if spec.controller.kind == "auto" else None
-        controller = build_controller(spec.controller, engine.traits, engine.part_shapes(), calibration)
-        for name in spec.drafters:
-            controller.drafter_built(name, engine.policy_version)
+        return self.together([spec], work)[spec.name]
+
+    def together(self, specs: Sequence[ArmSpec], work: Work) -> dict[str, Run]:
+        """Run the same work on every arm, round by round in turn. Returns the runs by arm's name."""
         self._runs += 1
-        requests = work.requests(run=f"run{self._runs}")
-        facts: list[RoundFacts] = []
-        done: list[Completion] = []
-        alarms = 0
+        lanes = {
+            spec.name: Lane(
+                engine, spec, work, run=f"run{self._runs}-{spec.name}", calibration=self._calibration
+            )
+            for spec, engine in zip(specs, self._engines_for(specs), strict=True)
+        }
 
-        def drain() -> float:
-            nonlocal alarms
-            started = time.perf_counter()
-            for request in requests:
-                engine.add(request)
-            while engine.busy:
-                plan = controller.decide(engine.load(), now_s=time.monotonic())
-                outcome = engine.run_round(plan)
-                controller.observe(outcome.facts)
-                alarms += len(controller.take_actions())
-                facts.append(outcome.facts)
-                done.extend(outcome.completions)
-            return time.perf_counter() - started
+        def drain() -> None:
+            for lane in lanes.values():
+                lane.submit()
+            busy = list(lanes.values())
+            while busy:
+                # The texts are the same, so equal shares of tokens are equal shares of the work.
+                behind = min(busy, key=lambda lane: lane.committed)
+                behind.step()
+                if not behind.busy:
+                    busy.remove(behind)
 
-        makespan_s, pace_s = timed(engine, drain)
-        summary = RoundSummary.of(facts)
-        return Run(
-            timed=Timed(makespan_s=makespan_s, pace_s=pace_s, plain=summary.plain_work()),
-            texts=_texts(requests, done),
-            summary=summary,
-            alarms=alarms,
-        )
+        pace_s = timed(self.engine, drain)[1]
+        return {name: lane.result(pace_s=pace_s, lockstep=self._runs) for name, lane in lanes.items()}
+
+    def _engines_for(self, specs: Sequence[ArmSpec]) -> list[NativeEngine]:
+        while len(self._engines) < len(specs):
+            assert self._another is not None, "several arms at once need several engines"
+            self._engines.append(self._another())
+        return self._engines[: len(specs)]
+
+    def close(self) -> None:
+        """Release every engine."""
+        for engine in self._engines:
+            engine.close()
 
 
-def timed(engine: NativeEngine, work: Callable[[], float]) -> tuple[float, float]:
-    """Return the seconds ``work`` says it took, and those of a reference forward just before and after it."""
+def timed(engine: NativeEngine, work: Callable[[], T]) -> tuple[T, float]:
+    """Return what ``work`` returns, and the seconds of a reference forward just before and after it."""
     gc.collect()  # what earlier runs left must not be collected on this one's time
     paces = reference_forwards(engine)
-    makespan_s = work()
-    return makespan_s, statistics.median([*paces, *reference_forwards(engine)])
+    returned = work()
+    return returned, statistics.median([*paces, *reference_forwards(engine)])
 
 
 def reference_forwards(engine: NativeEngine) -> list[float]:

@@ -1,7 +1,7 @@
 """One cell of a benchmark: some work, one policy, its arms, and the ratios between them.
 
-A repetition runs every arm some open ratio still needs, in an order shuffled by seed; our own arms stay
-together and the slow foreign one comes first or last, so that what is compared ran within the same minute.
+A repetition runs every arm some open ratio still needs: our own in lockstep, in an order shuffled by seed,
+and the foreign one before or after them, so that what is compared ran within the same minute.
 """
 
 import random
@@ -85,9 +85,13 @@ class Cell:
         open_ratios = [ratio for ratio in self.ratios if ratio.wants_pairs]
         needed = {name for ratio in open_ratios for name in (ratio.claim.a, ratio.claim.b)}
         times: dict[str, Timed] = {}
-        for name in self._order(needed):
-            note(f"{self.prefix}{name}: repetition {self.repetitions + 1}")
-            times[name] = self._measure(name)
+        order = self._order(needed)
+        ours = [name for name in order if name != HF]
+        if order[0] == HF:
+            times[HF] = self._replay(note)
+        times |= self._in_lockstep(ours, note)
+        if order[-1] == HF:
+            times[HF] = self._replay(note)
         self.repetitions += 1
         for ratio in open_ratios:
             ratio.add(times[ratio.claim.a], times[ratio.claim.b])
@@ -100,25 +104,26 @@ class Cell:
             order.insert(rng.choice((0, len(order))), HF)
         return order
 
-    def _measure(self, name: str) -> Timed:
-        if name == HF:
-            result = self._replay()
-        else:
-            run = self.checked(self.specs[name])
+    def _in_lockstep(self, names: list[str], note: Note) -> dict[str, Timed]:
+        note(f"{self.prefix}{', '.join(names)}: repetition {self.repetitions + 1}")
+        runs = self.arms.together([self.specs[name] for name in names], self.work)
+        for name, run in runs.items():
+            self.guard.check(name, run.texts)
             self.summaries.setdefault(name, []).append(run.summary)
             self.alarms[name] = self.alarms.get(name, 0) + run.alarms
-            result = run.timed
-        self.makespans.setdefault(name, []).append(result.makespan_s)
-        return result
+            self.makespans.setdefault(name, []).append(run.timed.makespan_s)
+        return {name: run.timed for name, run in runs.items()}
 
-    def _replay(self) -> Timed:
+    def _replay(self, note: Note) -> Timed:
         hf, pilot, work = self.hf, self.hf_pilot, self.work
         assert hf is not None, "a ratio asks for the foreign arm, and there is none"
         assert pilot is not None, "prepare comes first"
+        note(f"{self.prefix}{HF}: repetition {self.repetitions + 1}")
         lengths = self.guard.lengths
 
         def replay() -> float:
             return hf.replay(work.prompts, lengths, temperature=work.temperature, way=pilot.chosen)
 
         makespan_s, pace_s = timed(self.arms.engine, replay)
+        self.makespans.setdefault(HF, []).append(makespan_s)
         return Timed(makespan_s=makespan_s, pace_s=pace_s)

@@ -14,7 +14,7 @@ from rollout.bench.lengths import trace_lengths
 from rollout.bench.pairing import Claim, PairedRatio
 from rollout.bench.prompts import prompt_ids
 from rollout.errors import ConfigError
-from rollout.jobs.config import BenchConfig, JobConfig
+from rollout.job_config import BenchConfig, JobConfig
 
 AR_OVER_HF = 3.0
 AUTO_OVER_AR_ON_TRACE = 1.15

@@ -12,7 +12,7 @@ from rollout.bench.drain import check_context
 from rollout.bench.grids import AUTO, Grid
 from rollout.bench.pairing import Claim, PairedRatio
 from rollout.bench.prompts import prompt_ids
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 
 W4 = "w4"
 W4_OVER_AR_ON_GRID = {1: 1.4, 2: 1.25}

@@ -1,4 +1,4 @@
-"""The policies a benchmark runs on: as it is, and moved off its 4-bit grid. One engine each."""
+"""The policies a benchmark runs on: as it is, and moved off its 4-bit grid."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -12,12 +12,13 @@ from rollout.bench.cell import HF
 from rollout.bench.machine import usable_cores
 from rollout.calibration.store import load_or_calibrate
 from rollout.config import EngineConfig
-from rollout.engine.native.build import engine_of
-from rollout.engine.native.families import rope_tables
+from rollout.engine.native.build import engine_of, live_weights
+from rollout.engine.native.engine import NativeEngine
+from rollout.policy.families import rope_tables
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
-from rollout.policy.offgrid import SAMPLE_TEXT, PerplexityChange, perplexity_change
+from rollout.job_config import JobConfig
+from rollout.engine.native.perplexity import SAMPLE_TEXT, PerplexityChange, perplexity_change
 from rollout.policy.source import Policy, load_policy
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,14 @@ def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "
     """
     dtype = getattr(torch, engine_config.dtype)
     policy = load_policy(replace(job.policy, offgrid=grid == "off"), dtype=dtype)
-    engine = engine_of(policy, engine_config, job.drafter, version=job.policy.version, host="bench")
+    weights = live_weights(policy, engine_config)
+
+    def lane() -> NativeEngine:
+        return engine_of(
+            policy, engine_config, job.drafter, version=job.policy.version, host="bench", weights=weights
+        )
+
+    engine = lane()
     if engine.traits.numerics != "exact":
         raise ConfigError("engine.numerics: bench asserts identical texts, and this engine is not exact here")
     wanted = {d.name for d in engine.traits.drafters}
@@ -84,7 +92,7 @@ def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "
         raise ConfigError(f"drafter.names: {', '.join(missing)} could not be built from this policy")
     auto = AUTO in chosen_arms(job)
     calibration = load_or_calibrate(engine, job.controller, engine_config) if auto else None
-    return Grid(grid=grid, policy=policy, arms=EngineArms(engine, calibration))
+    return Grid(grid=grid, policy=policy, arms=EngineArms(engine, calibration, another=lane))
 
 
 def offgrid_change(on: Policy, off: Policy) -> PerplexityChange | None:

@@ -1,7 +1,7 @@
 """Ratios of paired times: their interval, when there are enough pairs, and which pairs do not count.
 
-A pair is two arms that ran close together. Logs of ratios are averaged, so that A over B and B over A are
-one statement, and the interval is Student's. Pure: no clock, no engine.
+A pair is two arms that ran in lockstep, or one after the other. Logs of ratios are averaged, so that A over B
+and B over A are one statement, and the interval is Student's. Pure: no clock, no engine.
 """
 
 import math
@@ -43,6 +43,9 @@ class Timed:
     plain: Mapping[WorkKey, tuple[int, float]] = field(default_factory=dict)
     """Rounds and seconds of plain decoding by what they had to do; empty where there are none."""
 
+    lockstep: int | None = None
+    """Which lockstep it was part of; None: it ran alone."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
@@ -51,7 +54,7 @@ class Gap:
     frac: float
     """Slower over faster, minus 1."""
 
-    by: Literal["plain rounds", "reference forward"]
+    by: Literal["plain rounds", "lockstep", "reference forward"]
 
     def too_wide(self, claim: "Claim") -> bool:
         """Whether the pair must be dropped."""
@@ -62,7 +65,9 @@ class Gap:
 
 
 def same_work_gap(a: Timed, b: Timed) -> Gap:
-    """Compare plain rounds both arms ran; where these are too few, the reference forwards around the runs."""
+    """Compare plain rounds both arms ran. Where these are too few, rounds in lockstep met the same machine;
+    otherwise the reference forwards around the runs speak.
+    """
     shared, a_s, b_s = 0, 0.0, 0.0
     for key in a.plain.keys() & b.plain.keys():
         (a_rounds, a_seconds), (b_rounds, b_seconds) = a.plain[key], b.plain[key]
@@ -72,6 +77,8 @@ def same_work_gap(a: Timed, b: Timed) -> Gap:
         b_s += rounds * b_seconds / b_rounds
     if shared >= SHARED_ROUNDS:
         return Gap(frac=_apart(a_s, b_s), by="plain rounds")
+    if a.lockstep is not None and a.lockstep == b.lockstep:
+        return Gap(frac=0.0, by="lockstep")
     return Gap(frac=_apart(a.pace_s, b.pace_s), by="reference forward")
 
 

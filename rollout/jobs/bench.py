@@ -27,7 +27,7 @@ from rollout.bench.result import Json, result, table
 from rollout.bench.schedule import measure
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.progress import Progress, say
 from rollout.settings import to_plain
 
@@ -71,7 +71,7 @@ def main(job: JobConfig) -> int:
     book.sample()
     data = book.write(ending=ending)
     for opened in grids:
-        opened.arms.engine.close()
+        opened.arms.close()
     say(f"written: {os.path.relpath(out)} ({ending})")
     sys.stdout.write(table(data))
     return 0
@@ -161,6 +161,7 @@ def _conditions(
         },
         "offgrid_perplexity": None if change is None else {**asdict(change), "ratio": change.ratio},
         "hf_dtype": None if hf is None else str(hf.dtype).removeprefix("torch."),
+        "interleaving": "our own arms in lockstep, round by round; the foreign one before or after them",
         "between_runs": "controllers start fresh, prompts are named anew, no prompt page is kept",
         "started_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -14,9 +15,9 @@ from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.families import rope_tables
+from rollout.policy.families import rope_tables
 from rollout.engine.native.numerics import is_row_invariant
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.spec import ModelSpec
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.engine.target import Chooser
 from rollout.errors import ConfigError
@@ -44,6 +45,27 @@ def weights_dtype(config: EngineConfig) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveWeights:
+    """A policy's weights as an engine reads them."""
+
+    decoder: Decoder
+    description: str
+    """What computes, for the log and the fingerprint."""
+
+    exact: bool
+    """Whether a row's bits do not depend on the rows beside it."""
+
+
+def live_weights(policy: Policy, config: EngineConfig) -> LiveWeights:
+    """Pack a policy's weights and check their numerics."""
+    threads = config.threads or _usable_cores()
+    rope = rope_tables(policy.config, min(policy.spec.max_positions, config.max_context_tokens + 1))
+    decoder, description = _decoder(policy.spec, rope.cos_PH, rope.sin_PH, config, threads)
+    decoder.load(policy.state)
+    return LiveWeights(decoder=decoder, description=description, exact=_numerics(decoder, config))
+
+
 def engine_of(
     policy: Policy,
     engine_config: EngineConfig,
@@ -51,27 +73,30 @@ def engine_of(
     *,
     version: int = 0,
     host: str = "local",
+    weights: LiveWeights | None = None,
 ) -> NativeEngine:
-    """Return an engine that serves a loaded policy."""
+    """Return an engine that serves a loaded policy.
+
+    Engines that take turns on one thread may share ``weights``: an update of one would be an update of all.
+    """
     threads = engine_config.threads or _usable_cores()
-    rope = rope_tables(policy.config, min(policy.spec.max_positions, engine_config.max_context_tokens + 1))
-    decoder, description = _decoder(policy.spec, rope.cos_PH, rope.sin_PH, engine_config, threads)
-    decoder.load(policy.state)
-    exact = _numerics(decoder, engine_config)
+    weights = weights or live_weights(policy, engine_config)
+    decoder = weights.decoder
     chooser: Chooser = CompiledChooser(threads=threads) if decoder.compiled else TorchChooser()
     drafting = Drafting(
         [build_drafter(name, drafter_config) for name in drafter_config.names],
         vocab_size=policy.spec.vocab_size,
         failure_limit=drafter_config.failure_limit,
     )
-    log.info("engine: %s, %d threads, numerics %s", description, threads, "exact" if exact else "fast")
+    numerics = "exact" if weights.exact else "fast"
+    log.info("engine: %s, %d threads, numerics %s", weights.description, threads, numerics)
     return NativeEngine(
         decoder=decoder,
         chooser=chooser,
         drafting=drafting,
         config=engine_config,
-        numerics_exact=exact,
-        decoder_description=description,
+        numerics_exact=weights.exact,
+        decoder_description=weights.description,
         detokenizer=policy.tokenizer,
         policy_version=version,
         weights_checksum=policy.checksum,

@@ -1,7 +1,7 @@
-"""Our own arms: one engine, fresh state per run, and no result when a token differs."""
+"""Our own arms: fresh state per run, rounds in lockstep, and no result when a token differs."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from controller.config import ControllerConfig
 from drafters.config import DrafterConfig
 from drafters.registry import build
-from rollout.bench.arms import ArmSpec, EngineArms, TextDiffersError, TextGuard, Work, arm_specs
+from rollout.bench.arms import ArmSpec, EngineArms, Lane, Run, TextDiffersError, TextGuard, Work, arm_specs
 from rollout.bench.cell import Cell
 from rollout.bench.pairing import Claim, PairedRatio
 from rollout.bench.schedule import measure
@@ -40,7 +40,8 @@ def small_engine() -> NativeEngine:
 def arms() -> Iterator[EngineArms]:
     engine = small_engine()
     gc.freeze()  # every run collects first, and would walk all that pytest holds
-    yield EngineArms(engine, calibrate(engine, ControllerConfig(), key="tiny", budget_s=0.2))
+    calibration = calibrate(engine, ControllerConfig(), key="tiny", budget_s=0.2)
+    yield EngineArms(engine, calibration, another=small_engine)
     gc.unfreeze()
 
 
@@ -78,6 +79,34 @@ def test_plain_decoding_pays_for_no_drafter(arms: EngineArms) -> None:
     assert [d.name for d in arms.engine.traits.drafters] == ["w4"]
 
 
+def test_arms_in_lockstep_are_never_more_than_a_round_apart(arms: EngineArms) -> None:
+    """Steps are taken by who is behind, each on its own clock; texts are those of a run alone."""
+    alone = arms.run(SPECS["ar"], WORK)
+    specs = [SPECS[name] for name in ("ar", "w4", "history")]
+    order: list[tuple[str, int]] = []
+
+    class Noted(Lane):
+        def step(self) -> None:
+            before = self.committed
+            super().step()
+            order.append((self._requests[0].prompt_uid.rpartition("/")[0], self.committed - before))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout.bench.arms.Lane", Noted)
+        runs = arms.together(specs, WORK)
+    assert {run.texts for run in runs.values()} == {alone.texts}
+    assert len({run.timed.lockstep for run in runs.values()}) == 1
+
+    most = max(tokens for _, tokens in order)
+    committed = dict.fromkeys((name for name, _ in order), 0)
+    total = sum(WORK.max_tokens)
+    for name, tokens in order:
+        committed[name] += tokens
+        unfinished = [n for n in committed.values() if n < total]
+        assert max(committed.values()) - min(unfinished, default=total) <= most
+    assert set(committed.values()) == {total}
+
+
 def test_an_unknown_drafter_cannot_be_switched_on(arms: EngineArms) -> None:
     with pytest.raises(ValueError, match="no drafter eagle; there are: w4, history"):
         arms.engine.use_drafters(["eagle"])
@@ -108,9 +137,9 @@ def test_history_cannot_see_the_answers_of_an_earlier_run() -> None:
 class _SameNames(EngineArms):
     """Forgets to name its prompts anew."""
 
-    def run(self, spec: ArmSpec, work: Work):  # type: ignore[no-untyped-def]
+    def together(self, specs: Sequence[ArmSpec], work: Work) -> dict[str, Run]:
         self._runs = 0
-        return super().run(spec, work)
+        return super().together(specs, work)
 
 
 def test_another_text_is_refused_by_row_and_position(arms: EngineArms) -> None:
