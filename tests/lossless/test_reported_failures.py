@@ -205,22 +205,25 @@ class _PoisonedDecoder:
         return result
 
 
+@pytest.mark.parametrize("position", [11, 12, 15, 18])
 @pytest.mark.parametrize("gamma", [0, 4])
-def test_nan_logits_fail_their_request_at_once_and_no_other(gamma: int) -> None:  # A8
+def test_nan_logits_fail_their_request_at_once_and_no_other(gamma: int, position: int) -> None:  # A8
     policy = tiny_policy()
     requests = [_request(policy, seed=s) for s in (1, 2, 3)]
     clean = {r.key: text_of(_alone(policy, r)) for r in requests}
     drafter = ScriptedDrafter(script=lambda r: [3] * r.gamma)
     engine = tiny_engine(policy, [drafter], config=EngineConfig(max_batch=8, prefix_cache=False))
     victim_page = engine._scheduler.pool._free[-1]  # the first page handed out goes to the first request
-    engine._decoder = _PoisonedDecoder(engine._decoder, position=15, token=victim_page)  # type: ignore[assignment]
+    engine._decoder = _PoisonedDecoder(engine._decoder, position=position, token=victim_page)  # type: ignore[assignment]
     plan = fixed_plan(drafter.name, gamma) if gamma else ar_plan
     done = run_engine(engine, requests, plan)
     victim = done[requests[0].key]
     assert victim.finish_reason == "failed"
     assert victim.error is not None
     assert victim.error.startswith("NumericError")
-    assert victim.token_ids == clean[requests[0].key].ids[:4]
+    assert victim.token_ids == clean[requests[0].key].ids[: position - 11]
+    assert victim.provenance is not None
+    assert 0 <= victim.provenance.accepted <= victim.provenance.drafted
     for request in requests[1:]:
         assert text_of(done[request.key]) == clean[request.key]
 
