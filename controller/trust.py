@@ -86,7 +86,7 @@ def judge(timings: Sequence[Timing], *, others_frac: float | None) -> Quality:
     repeats = _at(sorted(t.repeats for t in timings), 0.1)
     reasons = []
     if repeats < LEAST_REPEATS:
-        reasons.append(f"only {repeats:.0f} repeats fitted the time")
+        reasons.append(f"repeats that fitted the time: {repeats:.0f}, {LEAST_REPEATS} is the least")
     if spread_frac > SPREAD_LIMIT_FRAC:
         reasons.append(f"repeats differ by {spread_frac:.0%}, {SPREAD_LIMIT_FRAC:.0%} is the limit")
     if others_frac is not None and others_frac > OTHERS_LIMIT_FRAC:

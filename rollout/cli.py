@@ -100,7 +100,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
     assert_own_packages()  # before anything is imported from the packages it is about
     from rollout.jobs.compose import compose_job
     from rollout.jobs.door import check_trainer
-    from rollout.jobs.folder import open_run_folder, save_config
+    from rollout.run_folder import open_run_folder, save_config
     from rollout.settings import to_plain
 
     show = "--show" in overrides
@@ -174,7 +174,7 @@ def _help(command: str) -> str:
 
 
 def _own_settings(command: str) -> list[str]:
-    from rollout.jobs.config import JobConfig
+    from rollout.job_config import JobConfig
     from rollout.settings import setting_names, to_plain
 
     if command not in setting_names(JobConfig):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollout.engine.native.families import default_inverse_frequencies, tables_of
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.families import default_inverse_frequencies, tables_of
+from rollout.policy.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -32,7 +32,7 @@ from controller.types import (
     SequenceOutcome,
 )
 from controller.watchdog import WatchdogAction
-from rollout.engine.protocol import Emission, Engine, RoundOutcome, UpdateManifest
+from rollout.engine.protocol import Emission, Engine, RoundOutcome
 from rollout.errors import (
     AbortedError,
     DuplicateRequestError,
@@ -43,6 +43,7 @@ from rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from rollout.policy.manifest import UpdateManifest
 from rollout.seeds import sample_seed
 from rollout.types import (
     Completion,

@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.policy.source import load_policy
 from rollout.policy.weights import HEAD
 from rollout.progress import Progress, say

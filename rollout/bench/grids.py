@@ -14,11 +14,11 @@ from rollout.calibration.store import load_or_calibrate
 from rollout.config import EngineConfig
 from rollout.engine.native.build import engine_of, live_weights
 from rollout.engine.native.engine import NativeEngine
-from rollout.policy.families import rope_tables
+from rollout.engine.native.perplexity import SAMPLE_TEXT, PerplexityChange, perplexity_change
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
-from rollout.engine.native.perplexity import SAMPLE_TEXT, PerplexityChange, perplexity_change
+from rollout.policy.families import rope_tables
 from rollout.policy.source import Policy, load_policy
 
 log = logging.getLogger(__name__)

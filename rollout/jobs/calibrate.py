@@ -7,7 +7,7 @@ from pathlib import Path
 from controller.calibration import OTHER, Calibration
 from rollout.calibration.measure import calibrate
 from rollout.calibration.store import calibration_key, save, words, write
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.progress import Progress, say
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.paths import config_dir
 from rollout.settings import load_config, setting_names
 

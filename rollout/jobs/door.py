@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.settings import load_config
 
 

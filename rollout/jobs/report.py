@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig
-from rollout.jobs.folder import RUN_FILE
+from rollout.job_config import JobConfig
 from rollout.progress import Progress
 from rollout.report.build import build_all
+from rollout.run_folder import RUN_FILE
 
 OUTPUTS = Path("outputs")
 

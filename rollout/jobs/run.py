@@ -4,7 +4,7 @@ import logging
 import time
 from pathlib import Path
 
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.jobs.door import bridge
 from rollout.progress import Progress
 from rollout.settings import to_plain

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig, VerifyConfig
+from rollout.job_config import JobConfig, VerifyConfig
 from rollout.progress import Progress, say
 from rollout.proof.finding import Finding
 from rollout.settings import to_plain

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from rollout.config import PolicyConfig
-from rollout.engine.native.families import eos_ids_of, load_spec
-from rollout.engine.native.spec import ModelSpec
 from rollout.errors import ConfigError, UnsupportedError
 from rollout.policy.embedded import embedded_folder
+from rollout.policy.families import eos_ids_of, load_spec
 from rollout.policy.offgrid import offgrid
+from rollout.policy.spec import ModelSpec
 from rollout.policy.weights import EMBEDDING, HEAD, checksum, expected_tensors, is_finite
 
 if TYPE_CHECKING:

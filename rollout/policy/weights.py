@@ -14,10 +14,10 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from rollout.engine.native.spec import ModelSpec
-from rollout.engine.native.torch_weights import fused_linears, norm_weights
-from rollout.engine.protocol import TensorSpec, UpdateManifest
 from rollout.errors import WeightUpdateError
+from rollout.policy.layout import fused_linears, norm_weights
+from rollout.policy.manifest import TensorSpec, UpdateManifest
+from rollout.policy.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.spec import ModelSpec
 from rollout.errors import UnsupportedError
+from rollout.policy.spec import ModelSpec
 
 LogitsOf = Callable[[tuple[int, ...]], Tensor]
 """Logits (V,), float64, of the token after a whole context, prompt included."""

@@ -14,7 +14,7 @@ import yaml
 
 from controller.types import AR, SequenceOutcome
 from rollout.errors import RolloutError
-from rollout.jobs.folder import CONFIG_FILE
+from rollout.run_folder import CONFIG_FILE
 from rollout.tracking.jsonl import METRICS, read_jsonl
 from rollout.tracking.recorder import COMPLETIONS, EVENTS, ROUNDS
 

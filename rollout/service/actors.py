@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from controller.types import InFlight
 from rollout.config import ServiceConfig
-from rollout.engine.protocol import UpdateManifest
 from rollout.errors import RolloutError
+from rollout.policy.manifest import UpdateManifest
 from rollout.service.factory import HostSpec
 from rollout.service.host import PolicyHost
 from rollout.service.ledger import Identity
@@ -131,12 +131,13 @@ class HostActor:
             raise HostGoneError(_first_line(error)) from error
 
 
-def create_service(spec: HostSpec, config: ServiceConfig, *, run_seed: int) -> Any:
-    """Return the handle of a new service, named ``config.name``. It lives as long as its creator."""
-    from rollout.service.service import RolloutService  # which itself starts hosts through this file
+def create_service(service: type, spec: HostSpec, config: ServiceConfig, *, run_seed: int) -> Any:
+    """Return the handle of a new ``service``, named ``config.name``. It lives as long as its creator.
 
+    The class is handed in because it starts its hosts through this file.
+    """
     remote = ray.remote(concurrency_groups={"generate": config.generate_slots, "control": CONTROL_SLOTS})(
-        RolloutService
+        service
     )
     return remote.options(
         name=config.name, namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_task_retries=0

@@ -21,6 +21,7 @@ from rollout.service.factory import HostSpec
 from rollout.service.live import Key
 from rollout.service.payload import pack
 from rollout.service.records import RoundRecord, ServiceHealth
+from rollout.service.service import RolloutService
 from rollout.types import Completion, Request, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class RolloutClient:
         config = config if config is not None else ServiceConfig()
         cluster.connect(config)
         try:
-            service = create_service(spec, config, run_seed=run_seed)
+            service = create_service(RolloutService, spec, config, run_seed=run_seed)
         except ValueError as error:
             raise ConfigError(f"service.name: {config.name!r} is taken in this cluster: {error}") from error
         client = cls(service, run_seed=run_seed, owner=True)

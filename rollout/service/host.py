@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from controller.types import InFlight
-from rollout.engine.protocol import UpdateManifest
 from rollout.errors import WeightUpdateError
 from rollout.guard import assert_own_packages
+from rollout.policy.manifest import UpdateManifest
 from rollout.service.factory import HostSpec
 from rollout.service.ledger import Identity
 from rollout.service.live import Targets

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 from controller.decide import Controller
 from controller.log import Record, drafter_built_record, policy_changed_record
 from controller.types import InFlight, RoundLoad
-from rollout.engine.protocol import Engine, UpdateManifest
+from rollout.engine.protocol import Engine
 from rollout.errors import (
     DeadlineError,
     DuplicateRequestError,
@@ -29,6 +29,7 @@ from rollout.errors import (
     UnsupportedError,
     WeightUpdateError,
 )
+from rollout.policy.manifest import UpdateManifest
 from rollout.service.inbox import Inbox
 from rollout.service.live import LiveRequests, Targets
 from rollout.service.records import HostEvents, LoopState, LoopStatus, RoundRecord

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 from controller.types import EngineTraits, InFlight
 from rollout.config import ServiceConfig
-from rollout.engine.protocol import UpdateManifest
 from rollout.errors import (
     ConfigError,
     EngineCrashError,
@@ -23,6 +22,7 @@ from rollout.errors import (
     RolloutError,
     WeightUpdateError,
 )
+from rollout.policy.manifest import UpdateManifest
 from rollout.service.actors import HostActor, HostGoneError, WeightsRef, node_count, resource_summary
 from rollout.service.factory import HostSpec
 from rollout.service.ledger import Identity

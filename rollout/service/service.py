@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from controller.types import InFlight
 from rollout.config import ServiceConfig
-from rollout.engine.protocol import Emission, UpdateManifest
+from rollout.engine.protocol import Emission
 from rollout.errors import AbortedError, DeadlineError, HostLostError, RequestError, UnsupportedError
 from rollout.guard import assert_own_packages
+from rollout.policy.manifest import UpdateManifest
 from rollout.service.door import check_item, refused_item
 from rollout.service.factory import HostSpec
 from rollout.service.ledger import Identity, Ledger, Sample

@@ -20,7 +20,7 @@ from drafters.registry import build
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.jobs.config import JobConfig
+from rollout.job_config import JobConfig
 from rollout.testing import EOS_ID, save_tiny_folder
 from rollout.testing_native import fixed_plan, tiny_engine
 from rollout.tracking.jsonl import JsonlTracker, read_jsonl

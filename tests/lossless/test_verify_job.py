@@ -12,8 +12,8 @@ import ray
 from rollout.cli import MISUSED
 from rollout.cli import main as cli
 from rollout.config import EngineConfig, PolicyConfig, ServiceConfig
+from rollout.job_config import JobConfig, VerifyConfig
 from rollout.jobs import verify
-from rollout.jobs.config import JobConfig, VerifyConfig
 from rollout.proof import faults
 from rollout.proof.budget import LEAST_TOKENS, PricedArm, affordable_tokens
 from rollout.proof.compare import first_difference

@@ -71,7 +71,7 @@ SETTINGS = [
     "controller.types",
     "drafters.config",
     "rollout.config",
-    "rollout.jobs.config",
+    "rollout.job_config",
     "rollout.jobs.door",
     "rollout.settings",
     "rollout.types",

@@ -15,13 +15,13 @@ from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
-from rollout.policy.families import rope_tables
 from rollout.engine.native.numerics import is_row_invariant
-from rollout.policy.spec import ModelSpec
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.engine.target import Chooser
 from rollout.errors import ConfigError
+from rollout.policy.families import rope_tables
 from rollout.policy.source import Policy, load_policy
+from rollout.policy.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

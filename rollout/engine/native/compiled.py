@@ -23,7 +23,7 @@ from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.kernels import abi
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.spec import ModelSpec
 
 
 def compiled_unavailable() -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.spec import ModelSpec
 
 PANEL = 16
 """Out features per panel; ``bf16_panels.h`` has the layout."""

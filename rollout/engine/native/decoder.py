@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.spec import ModelSpec
 
 
 class KVStorage(Protocol):

@@ -4,7 +4,6 @@ from collections import Counter
 
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.sequence import LiveSequence
-from rollout.engine.native.spec import ModelSpec
 from rollout.errors import (
     CapacityError,
     DuplicateRequestError,
@@ -13,6 +12,7 @@ from rollout.errors import (
     SamplingParamsError,
     TokenRangeError,
 )
+from rollout.policy.spec import ModelSpec
 from rollout.types import Request
 
 

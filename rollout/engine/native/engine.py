@@ -37,9 +37,10 @@ from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
 from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
-from rollout.engine.protocol import RoundOutcome, UpdateManifest
+from rollout.engine.protocol import RoundOutcome
 from rollout.engine.target import Chooser
 from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
+from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import WeightStage, checksum
 from rollout.types import Completion, Request
 

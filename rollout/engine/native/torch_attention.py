@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.spec import ModelSpec
 
 
 class TorchKV:

@@ -22,7 +22,6 @@ from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native import prepacked
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.spec import ModelSpec
 from rollout.engine.native.torch_attention import (
     AttentionPlan,
     TorchKV,
@@ -31,6 +30,7 @@ from rollout.engine.native.torch_attention import (
     plan_attention,
 )
 from rollout.engine.native.torch_weights import TorchWeights
+from rollout.policy.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from rollout.bench.prompts import PROMPTS, prompt_ids
 from rollout.bench.result import table
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.errors import ConfigError
+from rollout.job_config import BenchConfig, JobConfig
 from rollout.jobs.bench import main
 from rollout.jobs.compose import compose_job
-from rollout.job_config import BenchConfig, JobConfig
 from rollout.testing import char_tokenizer, save_tiny_folder
 
 TORCH = EngineConfig(decoder="torch", dtype="float32", threads=1, max_batch=4, max_context_tokens=128)

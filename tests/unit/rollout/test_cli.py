@@ -13,10 +13,10 @@ import yaml
 
 from rollout.cli import COMMANDS, MISUSED, OK, main
 from rollout.errors import ConfigError
+from rollout.job_config import JobConfig
 from rollout.jobs.compose import compose_job, compose_plain, group_choices
-from rollout.jobs.config import JobConfig
 from rollout.jobs.door import bridge, check_trainer
-from rollout.jobs.folder import open_run_folder, save_config
+from rollout.run_folder import open_run_folder, save_config
 from rollout.settings import load_config, to_plain
 
 
@@ -191,7 +191,7 @@ def test_settings_cross_a_process_border_as_plain_data_equal_to_the_drivers() ->
     """A44."""
     job = compose_job("run", ["policy.source=${oc.env:HOME}", "drafter=history"])
     code = (
-        "import json, sys; from rollout.jobs.config import JobConfig; "
+        "import json, sys; from rollout.job_config import JobConfig; "
         "from rollout.settings import load_config, to_plain; "
         "job = load_config(json.load(sys.stdin), JobConfig); assert 'omegaconf' not in sys.modules; "
         "json.dump(to_plain(job), sys.stdout)"

@@ -15,7 +15,7 @@ from torch import Tensor
 from drafters.int4.linears import RebuildableLinear, build_linear
 from rollout.engine.native.compiled import CompiledDecoder, CompiledKV, compiled_unavailable
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.spec import ModelSpec
+from rollout.policy.spec import ModelSpec
 from rollout.testing import tiny_policy
 
 pytestmark = pytest.mark.skipif(compiled_unavailable() is not None, reason=str(compiled_unavailable()))

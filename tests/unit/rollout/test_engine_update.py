@@ -10,8 +10,8 @@ from drafters.registry import build
 from drafters.testing import FailingDrafter
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.protocol import UpdateManifest
 from rollout.errors import WeightUpdateError
+from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import manifest
 from rollout.testing import TinyPolicy, tiny_policy
 from rollout.testing_native import ar_plan, fixed_plan, requests_for, run_engine, texts, tiny_engine

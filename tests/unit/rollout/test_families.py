@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rollout.engine.native.families import load_spec, rope_tables
 from rollout.errors import UnsupportedError
+from rollout.policy.families import load_spec, rope_tables
 from rollout.testing import SPECS, TINY_POSITIONS, tiny_config, tiny_policy
 
 LLAMA3 = {

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollout.engine.native.perplexity import perplexity, perplexity_change
 from rollout.engine.native.torch_decoder import TorchDecoder
-from rollout.policy.offgrid import offgrid, perplexity, perplexity_change
+from rollout.policy.offgrid import offgrid
 from rollout.testing import TinyPolicy, tiny_policy
 
 EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"

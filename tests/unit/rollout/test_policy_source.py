@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.config import PolicyConfig
-from rollout.engine.native.families import rope_tables
+from rollout.engine.native.perplexity import SAMPLE_TEXT, perplexity
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import ConfigError, UnsupportedError
 from rollout.policy import embedded
-from rollout.policy.offgrid import SAMPLE_TEXT, offgrid, perplexity
+from rollout.policy.families import rope_tables
+from rollout.policy.offgrid import offgrid
 from rollout.policy.source import load_policy, resolve
 from rollout.policy.weights import checksum
 from rollout.testing import SPECS, save_tiny_folder

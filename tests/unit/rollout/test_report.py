@@ -9,7 +9,7 @@ import pytest
 
 from controller.types import AR, Assignment, RoundFacts, RoundLoad, RoundPlan, SequenceOutcome
 from rollout.errors import ConfigError
-from rollout.jobs.config import JobConfig, ReportConfig
+from rollout.job_config import JobConfig, ReportConfig
 from rollout.jobs.report import main, newest_run
 from rollout.report.build import build, build_all, page
 from rollout.report.journal import JournalError, read_journal

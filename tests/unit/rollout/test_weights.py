@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout.engine.native.torch_decoder import TorchDecoder
-from rollout.engine.protocol import UpdateManifest
 from rollout.errors import WeightUpdateError
+from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import EMBEDDING, HEAD, WeightStage, checksum, expected_tensors, manifest
 from rollout.testing import SPECS, tiny_config, tiny_policy
 

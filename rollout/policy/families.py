@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollout.engine.native.spec import ModelSpec
 from rollout.errors import UnsupportedError
+from rollout.policy.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
