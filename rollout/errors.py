@@ -65,6 +65,10 @@ class NoProgressError(RolloutError):
     """A round with decode sequences committed nothing: a bug, never a state to wait in."""
 
 
+class ClusterError(RolloutError):
+    """Ray could not be started or joined; the message says what it answered."""
+
+
 class ConfigError(RolloutError):
     """A setting is unknown or wrong; the message starts with its full path."""
 

@@ -10,6 +10,7 @@ import ray
 
 import rollout
 from rollout.config import ServiceConfig
+from rollout.errors import ClusterError
 from rollout.guard import assert_own_packages
 from rollout.service.actors import NAMESPACE
 
@@ -20,7 +21,7 @@ def connect(config: ServiceConfig, *, log_to_driver: bool = True) -> None:
     """Connect this process to Ray; a process that already is stays where it is.
 
     ``config.ray_address`` None starts a local cluster that ends with this process. An address (or
-    ``auto``) joins that cluster and changes nothing about it.
+    ``auto``) joins that cluster and changes nothing about it. Raises ``ClusterError``.
     """
     assert_own_packages()
     if ray.is_initialized():
@@ -30,17 +31,33 @@ def connect(config: ServiceConfig, *, log_to_driver: bool = True) -> None:
     os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.ray_address is not None:
-        ray.init(address=config.ray_address, namespace=NAMESPACE, log_to_driver=log_to_driver)
-        return
-    with _importable():
-        ray.init(
-            namespace=NAMESPACE,
-            num_cpus=_local_cpus(config),
-            num_gpus=_whole(config.hosts * config.host_gpus) or None,
-            object_store_memory=config.object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=log_to_driver,
-        )
+        _join(config.ray_address, log_to_driver=log_to_driver)
+    else:
+        _start(config, log_to_driver=log_to_driver)
+
+
+def _join(address: str, *, log_to_driver: bool) -> None:
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"service.ray_address={address!r}: no cluster to join: {error}") from error
+
+
+def _start(config: ServiceConfig, *, log_to_driver: bool) -> None:
+    try:
+        with _importable():
+            ray.init(
+                namespace=NAMESPACE,
+                num_cpus=_local_cpus(config),
+                num_gpus=_whole(config.hosts * config.host_gpus) or None,
+                object_store_memory=config.object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=log_to_driver,
+            )
+    except Exception as error:  # a node that is too slow is told by a bare Exception
+        raise ClusterError(
+            f"Ray did not start: {error} On a machine that is busy or short of memory, try again later."
+        ) from error
 
 
 def _local_cpus(config: ServiceConfig) -> int:
