@@ -230,8 +230,9 @@ class _Drafter:
         kept_tried = np.asarray(seen)
         lean = self._config.sequence_prior_tokens
         own = (lean * self._mean + kept_tried[:, 0]) / (lean + kept_tried[:, 1])
-        powers = np.log(np.clip(own, HOPELESS_FRAC, SURE_FRAC)) / math.log(self._mean)
-        return np.asarray(np.clip(powers, *SEQUENCE_RANGE))
+        powers = np.log(np.minimum(np.maximum(own, HOPELESS_FRAC), SURE_FRAC)) / math.log(self._mean)
+        low, high = SEQUENCE_RANGE
+        return np.asarray(np.minimum(np.maximum(powers, low), high))
 
     def discount(self) -> None:
         """Keep part of the evidence and fill up with the prior: a new policy may differ."""

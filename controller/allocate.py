@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.candidates import Candidates
+from controller.candidates import Candidates, positions_to
 from controller.cost import CostModel
 from controller.types import SequenceLoad
 
@@ -69,7 +69,7 @@ class Batch:
         worth_B1 = self.worth_B[:, None]
         if not self.tail:
             return survival_BP * worth_B1
-        tokens_BP = np.cumsum(survival_BP, axis=1) + 1.0
+        tokens_BP = survival_BP.cumsum(1) + 1.0
         return np.log(tokens_BP / (tokens_BP - survival_BP)) * worth_B1
 
     @property
@@ -98,10 +98,11 @@ def batch_of(
     if tail and tail_weight > 0.0 and len(sequences) > 1:
         done = np.asarray([s.generated_tokens for s in sequences], dtype=np.float64)
         expected = np.minimum(remaining, np.maximum(done, LEAST_EXPECTED_TOKENS))
-        mean = float(expected.mean())
+        mean = float(expected.sum()) / len(sequences)
         if mean > 0.0:
-            worth = np.clip(1.0 + tail_weight * (expected / mean - 1.0), *WORTH_RANGE)
-            worth /= worth.mean()
+            low, high = WORTH_RANGE
+            worth = np.minimum(np.maximum(1.0 + tail_weight * (expected / mean - 1.0), low), high)
+            worth /= float(worth.sum()) / len(sequences)
     return Batch(
         keys=tuple(s.key for s in sequences),
         context_B=context,
@@ -147,12 +148,13 @@ def slots_of(batch: Batch, candidates: Candidates, *, least_worth: float) -> Slo
     """
     positions = candidates.survival_BP.shape[1]
     worth_PB = batch.worth(candidates.survival_BP).T
-    position_PB = np.arange(1, positions + 1)[:, None]
-    wanted = np.flatnonzero((position_PB <= candidates.cap_B) & (worth_PB > least_worth))
+    position_PB = positions_to(positions)[:, None]
+    wanted = ((position_PB <= candidates.cap_B) & (worth_PB > least_worth)).ravel().nonzero()[0]
     worth_N = worth_PB.ravel()[wanted]
-    order = np.argsort(-worth_N, kind="stable")
+    order = (-worth_N).argsort(kind="stable")
     wanted = wanted[order]
-    return Slots(sequence_N=wanted % batch.size, position_N=wanted // batch.size + 1, worth_N=worth_N[order])
+    above_N, sequence_N = np.divmod(wanted, batch.size)
+    return Slots(sequence_N=sequence_N, position_N=above_N + 1, worth_N=worth_N[order])
 
 
 def allocate(
@@ -162,14 +164,14 @@ def allocate(
     slots = slots_of(batch, candidates, least_worth=least_worth)
     if not len(slots.worth_N):
         return None
-    runs_model = bool(candidates.model_B.any())
+    all_model, runs_model = candidates.all_model, bool(candidates.model_B.any())
     deepest = int(slots.position_N.max())
     # One longest draft covers all others when positions cost no passes; and none beyond the deepest differ.
     tried = [g for g in longest if g <= deepest] if runs_model else []
     if not tried or tried[-1] < deepest <= longest[-1]:
         tried.append(deepest)
     taken_GN = slots.position_N <= np.asarray(tried, dtype=np.intp)[:, None]
-    if not candidates.model_B.all():
+    if not all_model:
         taken_GN |= ~candidates.model_B[slots.sequence_N]  # a free position costs no pass, however deep
     seconds_GN = _seconds(batch, candidates, cost, slots, taken_GN)
     speed_GN = batch.speed((taken_GN * slots.worth_N).cumsum(1))
@@ -178,10 +180,10 @@ def allocate(
     g, n = divmod(best, len(slots.worth_N))
     chosen = slots.sequence_N[: n + 1][taken_GN[g, : n + 1]]
     gamma_B = np.bincount(chosen, minlength=batch.size)
-    kept = np.arange(1, candidates.survival_BP.shape[1] + 1) <= gamma_B[:, None]
+    kept = positions_to(candidates.survival_BP.shape[1]) <= gamma_B[:, None]
     return Allocation(
         candidates=candidates,
-        gamma_B=gamma_B.astype(np.intp),
+        gamma_B=gamma_B,
         worth_per_s=float(ratio_GN[g, n]),
         tokens=batch.size + float(candidates.survival_BP[kept].sum()),
         seconds=float(seconds_GN[g, n]),
@@ -201,9 +203,10 @@ def _seconds(
     seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s - batch.sunk_s)
     line = candidates.line
     if line.pass_s or line.row_s:
-        model_GN = taken_GN & candidates.model_B[slots.sequence_N]
+        all_model = candidates.all_model
+        model_GN = taken_GN if all_model else taken_GN & candidates.model_B[slots.sequence_N]
         passes_GN = np.maximum.accumulate(model_GN * slots.position_N, axis=1)
-        modelled_GN = model_GN.cumsum(1)
+        modelled_GN = drafted_GN if all_model else model_GN.cumsum(1)
         seconds_GN += line.pass_s * passes_GN + line.row_s * modelled_GN
     if candidates.switch_s_B is not None:
         first_GN = taken_GN & (slots.position_N == 1)

@@ -247,8 +247,7 @@ class AutoController(BaseController):
             mixes = (
                 mixed(model, free, row_worth=view.row_worth, plain_per_s=view.ar_per_s) for model in models
             )
-            # All of one kind is what one of the drafters alone stands for already.
-            out += [m for m in mixes if 0 < np.count_nonzero(m.model_B) < view.batch.size]
+            out += [m for m in mixes if m is not None]
         return out
 
     def _alone(self, view: _View, name: str) -> Candidates:

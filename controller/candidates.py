@@ -5,6 +5,7 @@ Shapes in this file: B sequences, P positions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,14 @@ from controller.cost import DraftLine
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
+
+
+@lru_cache(maxsize=64)
+def positions_to(last: int) -> Ints:
+    """Return 1 to ``last``, read-only: plans ask for the same few every time."""
+    positions: Ints = np.arange(1, last + 1)
+    positions.flags.writeable = False
+    return positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +44,18 @@ class Candidates:
     free_s: float = 0.0
     """Seconds of asking drafters that run no model."""
 
+    @property
+    def all_model(self) -> bool:
+        """Whether every sequence's drafter runs a model."""
+        return bool(self.model_B.all())
+
 
 def mixed(
     model: Candidates, free: Sequence[Candidates], *, row_worth: float, plain_per_s: float
-) -> Candidates:
+) -> Candidates | None:
     """Return ``model`` with the sequences moved to a free drafter that gain more there.
+
+    None when none or all of them move: that is what one of the drafters alone stands for already.
 
     Gain is what the kept tokens are worth beyond the rows they take, at plain decoding's rate; under the
     model a token also pays its draft row and its share of the pass. ``row_worth`` is the tokens plain
@@ -47,12 +63,17 @@ def mixed(
     """
     drafting = max(1, int(np.count_nonzero(model.cap_B)))
     gain_B = _gain(model, row_worth + (model.line.row_s + model.line.pass_s / drafting) * plain_per_s)
+    gains = [_gain(other, row_worth) for other in free]
+    moved = [(other.cap_B > 0) & (gain >= gain_B) for other, gain in zip(free, gains, strict=True)]
+    leaves_B = moved[0] if len(moved) == 1 else np.logical_or.reduce(moved)
+    if not 0 < np.count_nonzero(leaves_B) < len(leaves_B):
+        # Later drafters only have to beat more, so none moves that did not move here.
+        return None
     drafter_B = np.asarray(model.drafter_B, dtype=object)
     survival_BP, cap_B, model_B = model.survival_BP.copy(), model.cap_B.copy(), model.model_B.copy()
     free_s, switch_s_B = 0.0, None if model.switch_s_B is None else model.switch_s_B.copy()
     positions = survival_BP.shape[1]
-    for other in free:
-        other_gain_B = _gain(other, row_worth)
+    for other, other_gain_B in zip(free, gains, strict=True):
         moved_B = (other.cap_B > 0) & (other_gain_B >= gain_B)
         width = min(positions, other.survival_BP.shape[1])
         gain_B = np.where(moved_B, other_gain_B, gain_B)
@@ -78,6 +99,5 @@ def mixed(
 
 def _gain(candidates: Candidates, row_worth: float) -> NDArray[np.float64]:
     """Return per sequence the worth of its best number of draft tokens beyond their rows."""
-    positions = np.arange(1, candidates.survival_BP.shape[1] + 1)
-    within = positions <= candidates.cap_B[:, None]
+    within = positions_to(candidates.survival_BP.shape[1]) <= candidates.cap_B[:, None]
     return np.asarray(np.maximum(0.0, (candidates.survival_BP - row_worth) * within).sum(1))

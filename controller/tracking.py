@@ -140,6 +140,7 @@ class ResidualTable:
         self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
+        self._by_row: dict[int, Floats] = {}
 
     def observe(self, rows: int, sequences: int, log_error: float) -> None:
         """Take the log of measured over machine-corrected, cell-free prediction of one forward."""
@@ -156,6 +157,7 @@ class ResidualTable:
             self._since_refresh = 0
             self._curves.clear()
             self._arrays.clear()
+            self._by_row.clear()
 
     def _curve(self, sequences: int) -> list[float]:
         s = bucket_of(sequences)
@@ -185,7 +187,10 @@ class ResidualTable:
     def factors(self, rows_N: NDArray[np.intp], sequences: int) -> Floats:
         """Return ``factor`` for many row counts."""
         self._curve(sequences)
-        return np.asarray(self._arrays[bucket_of(sequences)][_ROW_BUCKET[np.minimum(rows_N, 4096)]])
+        s = bucket_of(sequences)
+        if s not in self._by_row:
+            self._by_row[s] = self._arrays[s].take(_ROW_BUCKET)
+        return self._by_row[s].take(rows_N, mode="clip")
 
 
 class LineTracker:
