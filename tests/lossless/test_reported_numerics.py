@@ -271,7 +271,7 @@ def test_an_update_sent_in_the_middle_of_a_layer_waits_for_the_round_to_end() ->
             done.put(completion)
 
     loop = EngineLoop(engine, controller, host="here", deliver=deliver)
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=loop.run, daemon=True)
     loop.add(requests)
     held.hold.set()
     thread.start()
