@@ -25,6 +25,8 @@ class Command:
     summary: str
     details: str
     examples: tuple[str, ...]
+    own_folder: bool = True
+    """Whether each start opens a folder under outputs/."""
 
 
 COMMANDS = {
@@ -61,8 +63,10 @@ COMMANDS = {
     ),
     "report": Command(
         summary="write one self-contained HTML page about a run",
-        details="Reads the run's JSONL. Without runs=[...] the newest folder under outputs is taken.",
+        details="Reads the run's JSONL. Without runs=[...] the newest run under outputs is taken; without out=FILE\n"
+        "the page is written beside the run's numbers. Several runs are compared on one page.",
         examples=("taildraft report", "taildraft report runs=[outputs/run/FOLDER] out=report.html"),
+        own_folder=False,
     ),
 }
 
@@ -114,11 +118,12 @@ def _run(command: str, overrides: Sequence[str]) -> int:
 
         sys.stdout.write(yaml.safe_dump(to_plain(job), sort_keys=False, allow_unicode=True))
         return OK
-    folder = open_run_folder(command, output_dir=job.output_dir, run_id=job.run_id)
-    job = dataclasses.replace(job, output_dir=str(folder.path), run_id=folder.run_id)
-    save_config(folder, to_plain(job))
     _configure_logging()
-    say(f"taildraft {command}: {'resuming' if folder.resumed else 'writing to'} {_short(folder.path)}")
+    if COMMANDS[command].own_folder:
+        folder = open_run_folder(command, output_dir=job.output_dir, run_id=job.run_id)
+        job = dataclasses.replace(job, output_dir=str(folder.path), run_id=folder.run_id)
+        save_config(folder, to_plain(job))
+        say(f"taildraft {command}: {'resuming' if folder.resumed else 'writing to'} {_short(folder.path)}")
     verdict = importlib.import_module(f"rollout.jobs.{command}").main(job)
     return int(verdict)
 

@@ -31,6 +31,15 @@ def open_run_folder(command: str, *, output_dir: str | None, run_id: str | None)
 
     Without ``output_dir`` it is new and unlike any other, however many are opened in the same instant.
     """
+    try:
+        return _opened(command, output_dir=output_dir, run_id=run_id)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: cannot write there: {error}; name a folder with output_dir=FOLDER"
+        ) from error
+
+
+def _opened(command: str, *, output_dir: str | None, run_id: str | None) -> RunFolder:
     path = _fresh(Path("outputs") / command) if output_dir is None else Path(output_dir).resolve()
     record = path / RUN_FILE
     if record.exists():

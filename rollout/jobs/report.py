@@ -24,10 +24,13 @@ def main(job: JobConfig) -> int:
 
 
 def newest_run(outputs: Path) -> Path:
-    """Return the folder of the run that was last opened under ``outputs``, reports themselves left out."""
-    records = [r for r in outputs.glob(f"*/*/{RUN_FILE}") if json.loads(r.read_text())["command"] != "report"]
+    """Return the folder of the ``taildraft run`` last opened under ``outputs``; others keep no journal."""
+    records = [r for r in outputs.glob(f"*/*/{RUN_FILE}") if json.loads(r.read_text())["command"] == "run"]
     if not records:
-        raise ConfigError(f"report.runs: no run under {outputs}; name one with runs=[FOLDER]")
+        raise ConfigError(
+            f"report.runs: no run under {outputs.resolve()}; name one with runs=[FOLDER], or make one with "
+            "taildraft run"
+        )
     return max(records, key=lambda record: record.stat().st_mtime).parent
 
 

@@ -177,6 +177,20 @@ def test_an_existing_runs_folder_resumes_that_run_and_no_other(tmp_path: Path) -
         open_run_folder("run", output_dir=str(tmp_path / "a"), run_id=None)
 
 
+def test_a_folder_that_cannot_be_written_is_a_wrong_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["run", f"output_dir={tmp_path}/file/run"]) == MISUSED
+    assert "output_dir: cannot write there" in capsys.readouterr().err
+
+
+def test_a_report_opens_no_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == MISUSED  # there is no run
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_saved_settings_are_the_resolved_ones_and_a_resume_keeps_the_first(tmp_path: Path) -> None:
     job = dataclasses.replace(compose_job("run", ["engine.max_batch=5"]), output_dir=str(tmp_path))
     folder = open_run_folder("run", output_dir=str(tmp_path), run_id="r")

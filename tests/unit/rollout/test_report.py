@@ -309,11 +309,11 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
         main(JobConfig(report=ReportConfig(runs=(str(tmp_path / "absent"),))))
 
 
-def test_the_newest_run_is_taken_and_reports_are_none(run_dir: Path) -> None:
+def test_the_newest_run_is_taken_and_what_keeps_no_journal_is_none(run_dir: Path) -> None:
     outputs = run_dir.parent.parent
-    other = outputs / "report" / "later"
+    other = outputs / "bench" / "later"
     other.mkdir(parents=True)
-    (other / "run.json").write_text(json.dumps({"schema": 1, "command": "report", "run_id": "x"}))
+    (other / "run.json").write_text(json.dumps({"schema": 1, "command": "bench", "run_id": "x"}))
     assert newest_run(outputs) == run_dir
     with pytest.raises(ConfigError, match=r"report\.runs"):
         newest_run(outputs / "absent")
