@@ -63,8 +63,8 @@ COMMANDS = {
     ),
     "report": Command(
         summary="write one self-contained HTML page about a run",
-        details="Reads the run's JSONL. Without runs=[...] the newest run under outputs is taken; without out=FILE\n"
-        "the page is written beside the run's numbers. Several runs are compared on one page.",
+        details="Reads the run's JSONL. Without runs=[...] the newest run under outputs is taken; without\n"
+        "out=FILE the page is written beside the run's numbers. Several runs are compared on one page.",
         examples=("taildraft report", "taildraft report runs=[outputs/run/FOLDER] out=report.html"),
         own_folder=False,
     ),
