@@ -27,8 +27,8 @@ def connect(config: ServiceConfig, *, log_to_driver: bool = True) -> None:
     if ray.is_initialized():
         log.info("Ray is already connected: %s", ray.get_runtime_context().gcs_address)
         return
-    # Arrays are zero-copy anyway; this makes tensors in other objects so too.
-    os.environ.setdefault("RAY_ENABLE_ZERO_COPY_TORCH_TENSORS", "1")
+    # RAY_ENABLE_ZERO_COPY_TORCH_TENSORS stays off: with it every process of the cluster imports torch for its
+    # first message. Weights travel as arrays (payload.py), which are zero-copy without it.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.ray_address is not None:
         _join(config.ray_address, log_to_driver=log_to_driver)

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import ray
@@ -234,6 +235,15 @@ def test_a_service_is_found_by_name_also_from_another_process(two_hosts):
         [sys.executable, "-c", code, address], check=True, stdout=subprocess.PIPE, text=True, timeout=120
     )
     assert other.stdout.splitlines()[-1] == repr(expected)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux shows what a process has loaded")
+def test_a_host_loads_torch_only_when_its_engine_does(odd_host):
+    assert odd_host.generate(scripted_requests(1, tag="light"))[0].finish_reason == "length"
+    own = Path("/proc/self/maps").read_text()
+    assert "libtorch" in own, "the sign to look for"
+    host = Path(f"/proc/{odd_host.health().hosts[0].pid}/maps").read_text()
+    assert "libtorch" not in host
 
 
 def test_a_deadline_returns_what_there_is_and_delays_nobody(slow_host):
