@@ -4,11 +4,12 @@ A ``Request`` is one sample of one prompt. It ends exactly once, as one ``Comple
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollout.errors import SamplingParamsError
+from rollout.fields import count, flag, items, real, shown, text
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """``stop``: a stop id, EOS or stop string; ``length``: max_tokens or the context ended it."""
@@ -20,7 +21,11 @@ the extra token after a fully kept block."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How a sample is drawn. Every default is neutral."""
+    """How a sample is drawn. Every default is neutral.
+
+    Values are kept as plain Python data, whatever number or list types they came in. Raises
+    ``SamplingParamsError`` for a wrong type as for a wrong value, naming every parameter at fault.
+    """
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -56,24 +61,30 @@ class SamplingParams:
     """Beside the policy's own end-of-sequence ids."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings: ids keep the token that completes one, text is cut before it."""
+    """Stop strings: ids keep the token that completes one, text is cut before it. A bare string is one."""
 
     ignore_eos: bool = False
     """Neither stops at nor bans the policy's end-of-sequence ids."""
 
     def __post_init__(self) -> None:
-        problems = [message for bad, message in self._checks() if bad]
+        problems = []
+        for name, plain in _PLAIN.items():
+            try:
+                object.__setattr__(self, name, plain(name, getattr(self, name)))
+            except SamplingParamsError as error:
+                problems.append(str(error))
+        problems = problems or [message for bad, message in self._checks() if bad]
         if problems:
             raise SamplingParamsError("; ".join(problems))
 
     def _checks(self) -> list[tuple[bool, str]]:
+        """Say of each value whether it means nothing; their types are right by now."""
         finite = math.isfinite
         return [
             (
                 not (finite(self.temperature) and self.temperature >= 0),
                 f"temperature must be finite and >= 0, got {self.temperature}",
             ),
-            (self.top_k < 0, f"top_k must be >= 0, got {self.top_k}"),
             (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
             (
@@ -92,11 +103,7 @@ class SamplingParams:
                 any(math.isnan(b) or b == math.inf for b in self.logit_bias.values()),
                 "logit_bias must be finite or -inf",
             ),
-            (self.min_tokens < 0, f"min_tokens must be >= 0, got {self.min_tokens}"),
-            (
-                self.max_tokens is not None and self.max_tokens <= 0,
-                f"max_tokens must be > 0, got {self.max_tokens}",
-            ),
+            (self.max_tokens == 0, "max_tokens must be > 0, got 0"),
             (
                 self.max_tokens is not None and self.min_tokens > self.max_tokens,
                 f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}",
@@ -118,18 +125,70 @@ class SamplingParams:
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """Build from plain data; an unknown name is an error, never ignored."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(shown(name).strip("'") for name in set(values) - known)
         if unknown:
             raise SamplingParamsError(
                 f"unknown sampling parameter {', '.join(unknown)}; known: {', '.join(sorted(known))}"
             )
         clean = dict(values)
-        for name in ("stop", "stop_ids"):
-            if name in clean:
-                clean[name] = tuple(clean[name])
-        if "logit_bias" in clean:
-            clean["logit_bias"] = {int(k): float(v) for k, v in clean["logit_bias"].items()}
+        bias = clean.get("logit_bias")
+        if isinstance(bias, Mapping):
+            # JSON has no other names than strings.
+            clean["logit_bias"] = {int(k) if _is_numeral(k) else k: v for k, v in bias.items()}
         return cls(**clean)
+
+
+def _is_numeral(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 19
+
+
+def _count(name: str, value: Any) -> int:
+    return count(name, value, SamplingParamsError)
+
+
+def _count_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _count(name, value)
+
+
+def _real(name: str, value: Any) -> float:
+    return real(name, value, SamplingParamsError)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return flag(name, value, SamplingParamsError)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(_count(f"{name}[{at}]", v) for at, v in enumerate(items(name, value, SamplingParamsError)))
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    members = (value,) if isinstance(value, str) else items(name, value, SamplingParamsError)
+    return tuple(text(f"{name}[{at}]", v, SamplingParamsError) for at, v in enumerate(members))
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise SamplingParamsError(f"{name} must map ids to numbers, got {shown(value)}")
+    return {_count(f"{name}, id", k): _real(f"{name}[{shown(k)}]", v) for k, v in value.items()}
+
+
+_PLAIN: Mapping[str, Callable[[str, Any], object]] = {
+    "temperature": _real,
+    "top_k": _count,
+    "top_p": _real,
+    "min_p": _real,
+    "repetition_penalty": _real,
+    "presence_penalty": _real,
+    "frequency_penalty": _real,
+    "logit_bias": _biases,
+    "min_tokens": _count,
+    "max_tokens": _count_or_none,
+    "stop_ids": _ids,
+    "stop": _texts,
+    "ignore_eos": _flag,
+}
+"""How each sampling parameter becomes plain data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

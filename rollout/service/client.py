@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -12,11 +13,13 @@ from torch import Tensor
 from controller.types import InFlight
 from rollout.config import ServiceConfig
 from rollout.engine.protocol import Emission
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError, RequestError, RolloutError
+from rollout.fields import count, items, shown, token_ids, whole
 from rollout.policy.weights import manifest
 from rollout.seeds import sample_seed
 from rollout.service import cluster
 from rollout.service.actors import NAMESPACE, create_service, plain_error
+from rollout.service.door import default_uid, prompt_uid, sampling_params
 from rollout.service.factory import HostSpec
 from rollout.service.live import Key
 from rollout.service.payload import pack
@@ -106,29 +109,39 @@ class RolloutClient:
         prompt_uids: Sequence[str] | None = None,
         deadline_s: float | None = None,
     ) -> list[Request]:
-        """Return what ``sample`` sends."""
-        chosen = params if isinstance(params, SamplingParams) else SamplingParams.from_mapping(params or {})
-        uids = [uid_of(p) for p in prompts] if prompt_uids is None else list(prompt_uids)
+        """Return what ``sample`` sends.
+
+        A prompt or name that is none goes out as it came, and the service's door refuses it alone. Raises a
+        ``RequestError`` for what concerns them all.
+        """
+        chosen = sampling_params(params)
+        if whole("n", n) < 1:
+            raise RequestError(f"n must be >= 1, got {shown(n)}")
+        step = count("trainer_step", trainer_step)
+        names = [None] * len(prompts) if prompt_uids is None else items("prompt_uids", prompt_uids)
+        if len(names) != len(prompts):
+            raise RequestError(f"prompt_uids has {len(names)} names for {len(prompts)} prompts")
         taken: dict[str, int] = {}
         requests = []
-        for uid, prompt in zip(uids, prompts, strict=True):
-            ids = tuple(int(token) for token in prompt)
+        for at, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+            send = partial(Request, params=chosen, deadline_s=deadline_s)
+            try:
+                ids = token_ids("prompt_ids", prompt)
+                uid = uid_of(ids) if prompt_uids is None else prompt_uid(name)
+            except RequestError:
+                uid = default_uid(at) if prompt_uids is None else cast(str, name)
+                requests += [
+                    send(prompt_uid=uid, sample_index=i, prompt_ids=cast(Any, prompt), seed=0)
+                    for i in range(n)
+                ]
+                continue
             first = taken.get(uid, 0)
             taken[uid] = first + n
             for index in range(first, first + n):
                 seed = sample_seed(
-                    run_seed=self.run_seed, trainer_step=trainer_step, prompt_uid=uid, sample_index=index
+                    run_seed=self.run_seed, trainer_step=step, prompt_uid=uid, sample_index=index
                 )
-                requests.append(
-                    Request(
-                        prompt_uid=uid,
-                        sample_index=index,
-                        prompt_ids=ids,
-                        params=chosen,
-                        seed=seed,
-                        deadline_s=deadline_s,
-                    )
-                )
+                requests.append(send(prompt_uid=uid, sample_index=index, prompt_ids=ids, seed=seed))
         return requests
 
     def stream(self, requests: Sequence[Request | Mapping[str, Any]]) -> Iterator[Emission | Completion]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rollout.engine.protocol import Emission
 from rollout.errors import ConfigError, UnsupportedError
 from rollout.service.client import RolloutClient
 from rollout.testing_engine import scripted_requests, scripted_weights
-from rollout.types import Completion, SamplingParams
+from rollout.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.ray
 
@@ -68,20 +69,26 @@ def test_a_stream_says_what_the_batch_says(two_hosts):
         assert tuple(tokens[request.key]) == expected.tokens == ended[request.key].tokens
 
 
+TYPED = Request(prompt_uid="bad", sample_index=0, prompt_ids=(1,), params=SamplingParams(), seed=1)
 BAD_ITEMS = {
     "EmptyPromptError": {"prompt_uid": "bad", "prompt_ids": []},
     "PromptTooLongError": {"prompt_uid": "bad", "prompt_ids": [1] * 256},
     "TokenRangeError: ids": {"prompt_uid": "bad", "prompt_ids": [5, 211]},
     "TokenRangeError: prompt_ids holds": {"prompt_uid": "bad", "prompt_ids": [5, -1]},
-    "TokenRangeError: prompt_ids must hold whole": {"prompt_uid": "bad", "prompt_ids": [5, 1.5]},
+    "TokenRangeError: prompt_ids[1] must be a whole": {"prompt_uid": "bad", "prompt_ids": [5, 1.5]},
     "SamplingParamsError: temperature": {"prompt_ids": [1], "params": {"temperature": float("nan")}},
     "SamplingParamsError: top_p": {"prompt_ids": [1], "params": {"top_p": 0.0}},
     "SamplingParamsError: max_tokens": {"prompt_ids": [1], "params": {"max_tokens": 0}},
     "SamplingParamsError: unknown": {"prompt_ids": [1], "params": {"temprature": 1.0}},
-    "SamplingParamsError: a sampling parameter has the wrong type": {
+    "SamplingParamsError: temperature must be a number": {
         "prompt_ids": [1],
         "params": {"temperature": "hot"},
     },
+    "SamplingParamsError: params must be SamplingParams": replace(TYPED, params=None),
+    "SamplingParamsError: stop[0]": {"prompt_ids": [1], "params": {"stop": [1]}},
+    "RequestError: prompt_uid must be a string": replace(TYPED, prompt_uid=["a"]),
+    "RequestError: prompt_uid must be valid": {"prompt_uid": "\ud800", "prompt_ids": [1]},
+    "RequestError: seed must be a whole number": replace(TYPED, seed=None),
     "RequestError: unknown field": {"prompt_ids": [1], "promt_uid": "x"},
     "RequestError: expected a Request": [1, 2, 3],
     "RequestError: deadline_s": {"prompt_ids": [1], "deadline_s": -1},
@@ -98,6 +105,12 @@ def test_a_bad_item_fails_alone_and_says_why(two_hosts):
         assert completion.finish_reason == "failed"
         assert completion.error.startswith(error), completion.error
         assert completion.tokens == ()
+
+
+def test_a_prompt_that_is_none_fails_alone(two_hosts):
+    first, *bad, last = two_hosts.sample([[5], "567", None, [5.9], [6]], {"max_tokens": 3})
+    assert [c.error.partition(":")[0] for c in bad] == ["TokenRangeError"] * 3
+    assert [c.error for c in (first, last)] == [None, None]
 
 
 def test_a_duplicate_is_refused_and_the_first_is_answered(two_hosts):
