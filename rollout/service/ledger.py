@@ -3,11 +3,12 @@
 Pure bookkeeping: no Ray, no tasks, no clock of its own.
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rollout.engine.protocol import Emission
-from rollout.errors import DuplicateRequestError, HostLostError
+from rollout.errors import DuplicateRequestError, EngineCrashError, HostLostError
 from rollout.service.live import Key, failed_completion
 from rollout.types import Completion, Request, TokenRecord
 
@@ -54,6 +55,9 @@ class Sample:
     """How many of ``records`` came from earlier attempts."""
 
     sent: int = 0
+    serial: int = 0
+    """Of its last send; see ``Ledger``."""
+
     host: str | None = None
     """Who holds it; None while it is queued."""
 
@@ -69,10 +73,16 @@ class Sample:
 
 
 class Ledger:
-    """All samples that have not ended, by (prompt uid, sample index)."""
+    """All samples that have not ended, by (prompt uid, sample index).
+
+    A key may be asked for again as soon as it has ended here, while a host still works on the old sample. So
+    every send has a serial of its own, later ones higher, and hosts know a request by that: it travels as
+    the request's ``attempt`` and comes back in emissions and completions, which get the caller's attempt here.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[Key, Sample] = {}
+        self._serials = itertools.count(1)
         self._keys_of_host: dict[str, set[Key]] = {}
         self.late_results = 0
         """Tokens and endings of attempts nobody waits for any more: dropped."""
@@ -112,21 +122,24 @@ class Ledger:
         sample.request, sample.host, sample.identity = request, host, identity
         sample.attempt_start = len(sample.records)
         sample.sent += 1
+        sample.serial = next(self._serials)
         self._keys_of_host.setdefault(host, set()).add(request.key)
-        return request
+        return replace(request, attempt=sample.serial)
 
     def emission(self, host: str, emission: Emission) -> None:
-        """Take tokens from a host and pass the new ones on."""
+        """Take tokens from a host and pass the new ones on.
+
+        Raises ``EngineCrashError`` when they do not follow what the sample has; nothing is taken then.
+        """
         sample = self._current(host, emission.key, emission.attempt)
         if sample is None:
             return
         known = len(sample.records) - sample.attempt_start
-        assert emission.first_index == known, (
-            f"{emission.key}: tokens at {emission.first_index}, have {known}"
-        )
+        if emission.first_index != known:
+            raise EngineCrashError(f"{emission.key}: {host} told tokens at {emission.first_index} after {known}")
         first_index = len(sample.records)
         sample.records.extend(emission.tokens)
-        sample.sink.tokens(replace(emission, first_index=first_index))
+        sample.sink.tokens(replace(emission, first_index=first_index, attempt=sample.request.attempt))
 
     def completion(self, host: str, completion: Completion) -> None:
         """Take an ending from a host and pass it on with all tokens."""
@@ -139,7 +152,8 @@ class Ledger:
         """End a sample, whoever says so. Its tokens are those of all attempts."""
         del self._samples[sample.asked.key]
         self._leave(sample)
-        sample.sink.ended(replace(completion, tokens=tuple(sample.records)))
+        attempt = sample.request.attempt
+        sample.sink.ended(replace(completion, attempt=attempt, tokens=tuple(sample.records)))
 
     def fail(self, sample: Sample, error: Exception) -> None:
         """End a sample as failed."""
@@ -166,9 +180,9 @@ class Ledger:
         self._keys_of_host.pop(host, None)
         return samples
 
-    def _current(self, host: str, key: Key, attempt: int) -> Sample | None:
+    def _current(self, host: str, key: Key, serial: int) -> Sample | None:
         sample = self._samples.get(key)
-        if sample is None or sample.host != host or sample.request.attempt != attempt:
+        if sample is None or sample.host != host or sample.serial != serial:
             self.late_results += 1
             return None
         return sample

@@ -13,7 +13,7 @@ from rollout.types import Completion, Request, TokenRecord
 
 Key = tuple[str, int]
 Targets = Mapping[Key, int]
-"""Requests to end, and the latest attempt meant: a later one is somebody else's."""
+"""Requests to end, and the latest send meant (its serial): a later one is somebody else's."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,8 +10,8 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
 
 from controller.types import EngineTraits, InFlight
 from rollout.config import ServiceConfig
@@ -68,6 +68,8 @@ class Slot:
     status: LoopStatus | None = None
     last_error: str | None = None
     reader: asyncio.Task[None] | None = None
+    submits: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Requests on their way to a host here."""
 
     @property
     def host(self) -> str:
@@ -309,7 +311,9 @@ class HostPool:
 
     def send(self, slot: Slot, requests: Sequence[Request]) -> None:
         """Send requests to a ready host. When that fails, the listener gets them back as lost."""
-        self.spawn(self._submit(slot, slot.host, requests))
+        task = self.spawn(self._submit(slot, slot.host, requests))
+        slot.submits.add(task)
+        task.add_done_callback(slot.submits.discard)
 
     async def _submit(self, slot: Slot, host: str, requests: Sequence[Request]) -> None:
         try:
@@ -324,8 +328,14 @@ class HostPool:
     async def abort(self, targets_of: Mapping[str, Targets], reason: str) -> int:
         """End requests, by host, and return how many were alive."""
         slots = [s for s in self.ready if targets_of.get(s.host)]
-        ended = await self._each(slots, lambda s: s.actor.abort(targets_of[s.host], reason))
+        ended = await self._each(slots, lambda s: self._abort_on(s, targets_of[s.host], reason))
         return sum(ended.values())
+
+    async def _abort_on(self, slot: Slot, targets: Targets, reason: str) -> int:
+        # Submits and aborts go different ways into a host: one that came first would find nothing to end.
+        actor, submits = slot.actor, tuple(slot.submits)
+        await asyncio.gather(*submits, return_exceptions=True)
+        return cast(int, await actor.abort(targets, reason))
 
     # ---- all hosts --------------------------------------------------------------------------------
 
@@ -431,11 +441,12 @@ class HostPool:
         except Exception as error:  # noqa: BLE001 - it checked out and still failed: replace it
             self._lose(slot, host, f"it did not switch weights: {type(error).__name__}: {error}")
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something beside everything else; its failure is logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 from controller.types import InFlight
 from rollout.config import ServiceConfig
 from rollout.engine.protocol import Emission
-from rollout.errors import AbortedError, DeadlineError, HostLostError, RequestError, UnsupportedError
+from rollout.errors import (
+    AbortedError,
+    DeadlineError,
+    EngineCrashError,
+    HostLostError,
+    RequestError,
+    UnsupportedError,
+)
 from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.door import check_item, refused_item
@@ -150,12 +157,12 @@ class ServiceCore:
         if old is not None and attempt > old.request.attempt:
             self._drop(old, AbortedError(f"attempt {attempt} of {key} stands in for it"))
 
-    def _drop(self, sample: Sample, error: Exception) -> None:
+    def _drop(self, sample: Sample, error: Exception, *, failed: bool = False) -> None:
         """End a sample here and now; its host hears of it later."""
         host = sample.host
-        self._ledger.abort(sample, error)
+        (self._ledger.fail if failed else self._ledger.abort)(sample, error)
         if host is not None:
-            targets = {sample.asked.key: sample.request.attempt}
+            targets = {sample.asked.key: sample.serial}
             self._pool.spawn(self._pool.abort({host: targets}, str(error)))
 
     def _abandon(self, samples: Sequence[Sample]) -> None:
@@ -256,12 +263,21 @@ class ServiceCore:
 
     def host_events(self, host: str, events: HostEvents) -> None:
         """Pass tokens and endings on; room on the host is used at once."""
+        ended = bool(events.completions)
         for emission in events.emissions:
-            self._ledger.emission(host, emission)
+            try:
+                self._ledger.emission(host, emission)
+            except EngineCrashError as error:  # the others of this host are in order
+                log.error("a sample is given up: %s", error)
+                sample = self._ledger.get(emission.key)
+                assert sample is not None
+                self._counts["failed"] += 1
+                self._drop(sample, error, failed=True)
+                ended = True
         for completion in events.completions:
             self._counts[completion.finish_reason] += 1
             self._ledger.completion(host, completion)
-        if events.completions:
+        if ended:
             self._dispatch()
 
     def host_lost(self, host: str, identity: Identity | None, reason: str) -> None:
@@ -305,7 +321,7 @@ class ServiceCore:
                 queued += 1
                 self._ledger.abort(sample, AbortedError(reason))
             else:
-                by_host.setdefault(sample.host, {})[key] = sample.request.attempt
+                by_host.setdefault(sample.host, {})[key] = sample.serial
         return queued + await self._pool.abort(by_host, reason)
 
     async def pause(self) -> None:

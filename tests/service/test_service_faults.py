@@ -125,6 +125,32 @@ def test_a_retry_supersedes_its_older_attempt_whose_late_result_is_dropped(two_h
     wait_until(lambda: two_hosts.stats()["service/late_results"] >= 1)
 
 
+def test_a_stream_dropped_half_way_can_be_asked_for_again_at_once(two_hosts, start):
+    requests = scripted_requests(4, n=2, tokens=120, tag="again")
+    expected = ids_of(two_hosts.generate(requests))
+    client = start(ScriptedSpec(faults=SLOW))
+    for taken in (1, 4, 9, 20):
+        stream = client.stream(requests)
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert ids_of(client.generate(requests)) == expected
+    health = client.health()
+    assert [(h.host, h.restarts, h.last_error) for h in health.hosts] == [("host-0", 0, None)]
+
+
+def test_an_abort_right_after_the_request_ends_what_it_says_it_ends(slow_host, wait_until):
+    for trial in range(10):
+        requests = scripted_requests(4, tokens=3000, tag=f"soon{trial}-")
+        answer = []
+        call = threading.Thread(target=lambda a=answer, r=requests: a.extend(slow_host.generate(r)))
+        call.start()
+        wait_until(lambda: slow_host.stats()["service/live"] == 4)
+        assert slow_host.abort([r.key for r in requests]) == 4
+        call.join(20)
+        assert [c.finish_reason for c in answer] == ["aborted"] * 4
+
+
 def test_a_host_that_cannot_start_or_be_placed_is_an_error_with_its_reason(start):
     with pytest.raises(RayTaskError, match="told not to start"):
         start(ScriptedSpec(faults=Faults(fail_build=True)))

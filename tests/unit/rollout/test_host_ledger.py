@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.engine.protocol import Emission
-from rollout.errors import DuplicateRequestError, HostLostError
+from rollout.errors import AbortedError, DuplicateRequestError, EngineCrashError, HostLostError
 from rollout.service.ledger import Identity, Ledger
 from rollout.service.live import failed_completion
 from rollout.service.routing import HostLoad, choose_host
@@ -69,10 +69,11 @@ def test_a_sample_resumes_with_what_was_delivered_and_keeps_its_seed():
     ledger.emission("host-0", emission(first, 0, 5, 6))
     assert ledger.lost("host-0", HERE) == [sample]
     second = ledger.send(sample, "host-0.1", HERE, now_s=102.0, allow_other=False)
-    assert (second.attempt, second.prefix_ids, second.seed) == (1, (5, 6), first.seed)
+    assert (second.prefix_ids, second.seed) == ((5, 6), first.seed)
+    assert second.attempt > first.attempt, "hosts tell sends apart by it, later ones higher"
     ledger.emission("host-0.1", emission(second, 0, 7))
     ledger.completion("host-0.1", completion(second))
-    assert [e.first_index for e in sink.emissions] == [0, 2]
+    assert [(e.first_index, e.attempt) for e in sink.emissions] == [(0, 0), (2, 1)]
     assert sink.endings[0].token_ids == (5, 6, 7)
     assert len(ledger) == 0
 
@@ -88,6 +89,31 @@ def test_results_of_an_attempt_that_is_over_are_dropped_and_counted():
     ledger.completion("host-1", completion(second))
     assert ledger.late_results == 3
     assert [c.attempt for c in sink.endings] == [1]
+
+
+def test_what_a_host_still_tells_of_a_dropped_sample_is_not_taken_for_the_same_sample_asked_again():
+    ledger, _, sample, old = opened()
+    ledger.emission("host-0", emission(old, 0, 5, 6))
+    ledger.abort(sample, AbortedError("nobody waits for it"))
+    sink = Kept()
+    again = ledger.open(sample.asked, sink, now_s=102.0)
+    new = ledger.send(again, "host-0", HERE, now_s=102.0, allow_other=False)
+    ledger.emission("host-0", emission(old, 2, 7))
+    ledger.completion("host-0", completion(old))
+    ledger.emission("host-0", emission(new, 0, 5))
+    ledger.completion("host-0", completion(new))
+    assert [(c.token_ids, c.attempt) for c in sink.endings] == [((5,), 0)]
+    assert [e.attempt for e in sink.emissions] == [0]
+    assert ledger.late_results == 2
+
+
+def test_tokens_out_of_place_are_refused_and_leave_the_sample_as_it_was():
+    ledger, sink, sample, sent = opened()
+    ledger.emission("host-0", emission(sent, 0, 5))
+    with pytest.raises(EngineCrashError, match="at 3 after 1"):
+        ledger.emission("host-0", emission(sent, 3, 9))
+    ledger.fail(sample, EngineCrashError("out of place"))
+    assert [(c.token_ids, c.finish_reason) for c in sink.endings] == [((5,), "failed")]
 
 
 def test_a_key_in_use_is_refused():
