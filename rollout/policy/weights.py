@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
 from rollout.policy.layout import fused_linears, norm_weights
-from rollout.policy.manifest import TensorSpec, UpdateManifest
+from rollout.policy.manifest import TensorSpec, UpdateManifest, malformed, version_number
 from rollout.policy.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -51,29 +53,63 @@ def may_cast(sent: str, live: str) -> bool:
 
 
 def checksum(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of names, dtypes, shapes and bytes; the order in which they come does not matter."""
-    pairs = sorted(_pairs(tensors), key=lambda pair: pair[0])
+    """Return a digest of names, dtypes, shapes and bytes; the order in which they come does not matter.
+
+    Raises ``WeightUpdateError`` naming everything that is no named, dense tensor.
+    """
+    pairs = sorted(_pairs(tensors), key=lambda pair: str(pair[0]))
     # Hashing releases the interpreter lock: one thread per core halves the time of an update here.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as threads:
         digests = list(threads.map(lambda pair: _digest(*pair), pairs))
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+    problems = [str(digest) for digest in digests if isinstance(digest, WeightUpdateError)]
+    if problems:
+        raise WeightUpdateError("; ".join(problems))
+    return hashlib.sha256(b"".join(d for d in digests if isinstance(d, bytes))).hexdigest()
 
 
-def _digest(name: str, tensor: Tensor) -> bytes:
+def _digest(name: str, tensor: Tensor) -> bytes | WeightUpdateError:
+    try:
+        array = as_array(name, tensor)
+    except WeightUpdateError as error:
+        return error
     digest = hashlib.sha256(f"{name} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}\n".encode())
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    digest.update(flat.view(torch.uint8).numpy().data)
+    digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.digest()
 
 
+def as_array(name: str, tensor: Tensor) -> NDArray[np.generic]:
+    """Return a tensor's numbers as they are sent: bfloat16 as its 16 bits, not copied where it can be seen.
+
+    Raises ``WeightUpdateError`` for what has no numbers, or none that numpy knows.
+    """
+    if not isinstance(name, str):
+        raise WeightUpdateError(f"{name!r} is a {type(name).__name__}, not the name of a tensor")
+    if not isinstance(tensor, Tensor):
+        raise WeightUpdateError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    try:
+        flat = tensor.detach().cpu().contiguous()
+        array: NDArray[np.generic] = (
+            flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat
+        ).numpy()
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind = f"{dtype_name(tensor.dtype)}, {tensor.layout}, on {tensor.device}"
+        raise WeightUpdateError(f"{name} ({kind}) cannot be sent: {error}") from error
+    return array
+
+
 def manifest(state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> UpdateManifest:
-    """Return the manifest of an update that will send exactly these tensors."""
+    """Return the manifest of an update that will send exactly these tensors.
+
+    Raises ``WeightUpdateError`` when the version is no integer or something among them is no named tensor.
+    """
+    number = version_number(version)
     pairs = list(_pairs(state))
+    digest = checksum(pairs)
     specs = tuple(
         TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
         for name, tensor in pairs
     )
-    return UpdateManifest(version=version, tensors=specs, checksum=checksum(pairs))
+    return UpdateManifest(version=number, tensors=specs, checksum=digest)
 
 
 def _pairs(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
@@ -87,6 +123,9 @@ class WeightStage:
         self, spec: ModelSpec, dtype: torch.dtype | str, live_version: int, manifest: UpdateManifest
     ) -> None:
         """Open an update. Raises ``WeightUpdateError`` with all that is wrong with its manifest."""
+        problems = malformed(manifest)
+        if problems:
+            raise refusal(manifest.version, problems)
         self.manifest = manifest
         self._spec = spec
         self._live = dtype_name(dtype)

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.policy.weights import as_array
+
 BUCKET_BYTES = 32 << 20
 """Staged between two rounds: a few milliseconds of work, so generation does not stall."""
 
@@ -29,15 +31,14 @@ WeightPayload = Mapping[str, PackedTensor]
 
 
 def pack(state: Mapping[str, Tensor]) -> dict[str, PackedTensor]:
-    """Return ``state`` as arrays; tensors on the CPU are not copied."""
-    packed = {}
-    for name, tensor in state.items():
-        flat = tensor.detach().cpu().contiguous()
-        is_bf16 = flat.dtype == torch.bfloat16
-        packed[name] = PackedTensor(
-            array=(flat.view(torch.uint16) if is_bf16 else flat).numpy(), bfloat16=is_bf16
-        )
-    return packed
+    """Return ``state`` as arrays; tensors on the CPU are not copied.
+
+    Raises ``WeightUpdateError`` naming a tensor that cannot be sent.
+    """
+    return {
+        name: PackedTensor(array=as_array(name, tensor), bfloat16=tensor.dtype == torch.bfloat16)
+        for name, tensor in state.items()
+    }
 
 
 def buckets(payload: WeightPayload) -> Iterator[list[tuple[str, Tensor]]]:

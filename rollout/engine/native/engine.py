@@ -6,7 +6,8 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -259,13 +260,15 @@ class NativeEngine:
             raise UnsupportedError(f"in_flight={in_flight!r} is not one of {', '.join(IN_FLIGHT)}")
         if self._stage is not None:
             raise WeightUpdateError(f"an update is already open; version {self.policy_version} is live")
-        self._stage = WeightStage(self._decoder.spec, self._config.dtype, self.policy_version, manifest)
+        with self._refusing():
+            self._stage = WeightStage(self._decoder.spec, self._config.dtype, self.policy_version, manifest)
         self._update_mode = in_flight
         self._scheduler.admitting = in_flight != "drain"
 
     def stage(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take one bucket of the open update."""
-        self._open_stage().add(tensors)
+        with self._refusing():
+            self._open_stage().add(tensors)
 
     def settle_running(self) -> list[Completion]:
         """Do to running sequences what the open update's mode asks, before it is committed.
@@ -285,12 +288,19 @@ class NativeEngine:
 
     def check_update(self) -> None:
         """Check all that was staged. Raises ``WeightUpdateError``, which closes the update."""
-        stage = self._open_stage()
+        with self._refusing():
+            self._checked_state = self._open_stage().finish()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Until the commit nothing live is touched, so whatever goes wrong ends the open update alone."""
         try:
-            self._checked_state = stage.finish()
-        except WeightUpdateError:
+            yield
+        except Exception as error:
             self.discard_update()
-            raise
+            if isinstance(error, WeightUpdateError):
+                raise
+            raise WeightUpdateError(f"the update was refused: {type(error).__name__}: {error}") from error
 
     def commit_update(self) -> int:
         """Switch, clear caches of the old version, rebuild drafters; return the live version.
@@ -304,8 +314,9 @@ class NativeEngine:
         if self._checked_state is None:
             self.check_update()
         assert self._checked_state is not None
+        fingerprint = self._fingerprint(checksum(self._checked_state))
         self._decoder.load(self._checked_state)
-        self.fingerprint = self._fingerprint(checksum(self._checked_state))
+        self.fingerprint = fingerprint
         self.discard_update()
         self.policy_version = stage.manifest.version
         self._scheduler.prefix.clear()

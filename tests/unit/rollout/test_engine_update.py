@@ -1,6 +1,8 @@
 """Weight updates, sleep and rebuilds of the native engine, between rounds and never half."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +73,33 @@ def test_a_faulty_update_is_refused_whole_and_the_old_version_serves_on(fault: s
         _check(engine, declared, state)
     assert (engine.policy_version, engine.fingerprint) == (0, fingerprint)
     assert texts(run_engine(engine, requests, fixed_plan("w4", 3))) == before
+    assert _push(engine, tiny_policy(seed=1), 1) == 1
+
+
+def _broken_stream(policy: TinyPolicy) -> Iterator[tuple[str, torch.Tensor]]:
+    yield next(iter(policy.state.items()))
+    raise OSError("the sender went away")
+
+
+@pytest.mark.parametrize("moment", ["opened", "staged by a stream that breaks", "staged without tensors"])
+def test_whatever_goes_wrong_before_the_commit_ends_that_update_and_nothing_else(moment: str) -> None:
+    policy = tiny_policy()
+    requests = requests_for(vocab=48, prompts=2, params=PARAMS)
+    engine = _engine(policy)
+    before = texts(run_engine(engine, requests, ar_plan))
+    declared = manifest(tiny_policy(seed=1).state, 1)
+    if moment == "opened":
+        forged = replace(declared, tensors=(None,))  # type: ignore[arg-type]
+        with pytest.raises(WeightUpdateError, match="AttributeError"):
+            engine.begin_update(forged, in_flight="drain")
+    else:
+        engine.begin_update(declared, in_flight="drain")
+        bucket = _broken_stream(policy) if "stream" in moment else [(declared.tensors[0].name, None)]
+        with pytest.raises(WeightUpdateError, match="Error"):
+            engine.stage(bucket)  # type: ignore[arg-type]
+    with pytest.raises(WeightUpdateError, match="no update is open"):
+        engine.commit_update()
+    assert texts(run_engine(engine, requests, ar_plan)) == before
     assert _push(engine, tiny_policy(seed=1), 1) == 1
 
 

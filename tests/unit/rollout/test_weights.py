@@ -1,8 +1,11 @@
 """Weight updates are refused whole, name everything at fault, and never half apply."""
 
+import math
 import re
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import EMBEDDING, HEAD, WeightStage, checksum, expected_tensors, manifest
+from rollout.service.payload import pack
 from rollout.testing import SPECS, tiny_config, tiny_policy
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -196,3 +200,57 @@ def test_a_checksum_depends_on_names_shapes_dtypes_and_bytes_but_not_on_order_or
     ]
     assert len({checksum(x) for x in [base, *others]}) == 6
     assert checksum({"a": torch.tensor(1.0)}) != checksum({"a": torch.tensor([1.0])})
+
+
+@pytest.mark.parametrize("version", ["4", None, 4.0, math.nan, True, [4]])
+def test_a_version_that_is_no_integer_is_refused_by_the_sender_and_by_the_receiver(version: object) -> None:
+    state = tiny_policy().state
+    with pytest.raises(WeightUpdateError, match=r"version .*integer"):
+        manifest(state, version)  # type: ignore[arg-type]
+    forged = replace(manifest(state, 3), version=version)  # type: ignore[arg-type]
+    with pytest.raises(WeightUpdateError, match=r"version .*integer"):
+        update(state, declared=forged)
+
+
+def test_an_integer_of_numpy_is_a_version() -> None:
+    declared = manifest(tiny_policy().state, np.int64(3))  # type: ignore[arg-type]
+    assert type(declared.version) is int
+    assert update(tiny_policy().state, declared=declared)
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": 7}, {"dtype": None}, {"shape": [4, 4]}, {"shape": (4, -1)}, {"shape": (4.0,)}]
+)
+def test_a_manifest_with_an_entry_of_another_type_is_refused(change: dict[str, Any]) -> None:
+    state = tiny_policy().state
+    declared = manifest(state, 3)
+    forged = replace(declared, tensors=(replace(declared.tensors[0], **change), *declared.tensors[1:]))
+    with pytest.raises(WeightUpdateError, match="refused whole"):
+        update(state, declared=forged)
+
+
+UNSENDABLE: dict[str, object] = {
+    "a.sparse": torch.eye(3).to_sparse(),
+    "b.meta": torch.zeros(3, device="meta"),
+    "c.none": None,
+    "d.float8": torch.zeros(3).to(torch.float8_e4m3fn),
+    "e.list": [1.0, 2.0],
+    "f.conj": torch.zeros(3, dtype=torch.complex64).conj(),
+}
+
+
+def test_everything_that_is_no_dense_tensor_is_named_in_one_refusal() -> None:
+    mixed = {"good": torch.zeros(2), 5: torch.zeros(2), **UNSENDABLE}
+    with pytest.raises(
+        WeightUpdateError, match="(?s)" + "".join(f"(?=.*{re.escape(n)})" for n in UNSENDABLE)
+    ):
+        manifest(mixed, 3)  # type: ignore[arg-type]
+    with pytest.raises(WeightUpdateError, match="5 is a int, not the name") as refused:
+        manifest(mixed, 3)  # type: ignore[arg-type]
+    assert "good" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted(UNSENDABLE))
+def test_packing_refuses_by_name_what_cannot_be_sent(name: str) -> None:
+    with pytest.raises(WeightUpdateError, match=re.escape(name)):
+        pack({name: UNSENDABLE[name]})  # type: ignore[dict-item]
