@@ -1,7 +1,7 @@
 """Settings of the drafters. Imports nothing heavy."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,15 @@ class DrafterConfig:
     """Failures in a row before a drafter is rebuilt, and again before it is switched off."""
 
     def __post_init__(self) -> None:
-        if self.max_gamma < 1:
-            raise ValueError(f"drafter.max_gamma must be >= 1, got {self.max_gamma}")
-        if self.w4_group < 32 or self.w4_group % 32:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if get_origin(f.type) is Literal and value not in get_args(f.type):
+                raise ValueError(f"drafter.{f.name} must be one of {get_args(f.type)}, got {value!r}")
+            if f.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"drafter.{f.name} must be a whole number >= 1, got {value!r}")
+        if len(set(self.names)) < len(self.names) or "" in self.names:
+            raise ValueError(f"drafter.names must name each drafter once, got {list(self.names)}")
+        if self.w4_group % 32:
             raise ValueError(f"drafter.w4_group must be a multiple of 32, got {self.w4_group}")
-        if not 1 <= self.history_min_match <= self.history_max_match:
+        if self.history_min_match > self.history_max_match:
             raise ValueError("drafter.history_min_match must be in 1..history_max_match")

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import check_settings
+
+SMALLEST_STORE_BYTES = 75 << 20
+"""Ray starts with no smaller object store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +24,11 @@ class PolicyConfig:
     offgrid_seed: int = 0
     version: int = 0
     """Version of the weights as loaded."""
+
+    def __post_init__(self) -> None:
+        check_settings("policy", self)
+        if not isinstance(self.source, str) or not self.source:
+            raise ConfigError(f"policy.source must name a policy, got {self.source!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +65,9 @@ class EngineConfig:
     """Reuse full prompt pages written by the same policy version."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_context_tokens", "prefill_chunk_tokens"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"engine.{name} must be > 0, got {getattr(self, name)}")
-        if self.threads < 0 or self.kv_tokens < 0:
-            raise ConfigError("engine.threads and engine.kv_tokens must be >= 0")
+        check_settings("engine", self, max_batch=1, max_context_tokens=1, prefill_chunk_tokens=1, kv_bytes=1)
+        if not isinstance(self.device, str) or not self.device:
+            raise ConfigError(f"engine.device must name a device, got {self.device!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,15 +117,19 @@ class ServiceConfig:
     failing it; also lets hosts of different fingerprints serve together."""
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "max_attempts", "generate_slots"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"service.{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("threads_per_host", "max_restarts", "flush_s", "max_in_flight_per_host"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"service.{name} must be >= 0, got {getattr(self, name)}")
-        for name in ("call_timeout_s", "start_timeout_s", "stall_timeout_s", "health_every_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"service.{name} must be > 0, got {getattr(self, name)}")
+        check_settings(
+            "service",
+            self,
+            positive=("call_timeout_s", "start_timeout_s", "stall_timeout_s", "health_every_s"),
+            hosts=1,
+            max_attempts=1,
+            generate_slots=1,
+            object_store_bytes=SMALLEST_STORE_BYTES,
+        )
+        if self.host_gpus > 1 and self.host_gpus % 1:
+            raise ConfigError(f"service.host_gpus above 1 must be whole, got {self.host_gpus}")
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError("service.name must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,3 +141,9 @@ class TrackerConfig:
     name: str | None = None
     offline: bool = True
     parquet: bool = False
+
+    def __post_init__(self) -> None:
+        check_settings("tracker", self)
+        for name in ("project", "name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"tracker.{name} must not be empty")

@@ -8,6 +8,7 @@ from controller.config import ControllerConfig
 from drafters.config import DrafterConfig
 from rollout.config import EngineConfig, PolicyConfig, ServiceConfig, TrackerConfig
 from rollout.errors import ConfigError
+from rollout.ranges import check_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +52,7 @@ class VerifyConfig:
     """What the whole is sized for. Nothing is cut off at it."""
 
     def __post_init__(self) -> None:
-        _all_positive("verify", requests=self.requests, max_tokens=self.max_tokens, limit_s=self.limit_s)
-        _all_positive("verify", **{f"batches[{i}]": b for i, b in enumerate(self.batches)})
-        _all_positive("verify", **{f"gammas[{i}]": g for i, g in enumerate(self.gammas)})
-        _all_positive("verify", **{f"hosts[{i}]": h for i, h in enumerate(self.hosts)})
+        check_settings("verify", self, positive=("limit_s",), requests=1, max_tokens=1)
         for name in ("parts", "batches", "gammas"):
             if not getattr(self, name):
                 raise ConfigError(f"verify.{name} must name something")
@@ -115,18 +113,15 @@ class BenchConfig:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _all_positive(
+        check_settings(
             "bench",
-            prompts=self.prompts,
-            cap_tokens=self.cap_tokens,
-            fixed_tokens=self.fixed_tokens,
-            trace_median_tokens=self.trace_median_tokens,
-            trace_sigma=self.trace_sigma,
-            gamma=self.gamma,
-            margin_frac=self.margin_frac,
+            self,
+            positive=("trace_median_tokens", "trace_sigma", "margin_frac"),
+            prompts=1,
+            cap_tokens=1,
+            fixed_tokens=1,
+            gamma=1,
         )
-        _all_positive("bench", **{f"batches[{i}]": b for i, b in enumerate(self.batches)})
-        _all_positive("bench", **{f"pilot_gammas[{i}]": g for i, g in enumerate(self.pilot_gammas)})
         for name in ("laws", "grids", "batches", "pilot_gammas"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -138,8 +133,6 @@ class BenchConfig:
                 "bench.min_pairs must be >= 2 and bench.max_pairs no smaller, "
                 f"got {self.min_pairs} and {self.max_pairs}"
             )
-        if self.max_minutes < 0 or self.temperature < 0:
-            raise ConfigError("bench.max_minutes and bench.temperature must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,11 +175,5 @@ class JobConfig:
     """Names the run at every tracker. None: the folder's own."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
-
-
-def _all_positive(section: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{section}.{name} must be > 0, got {value}")

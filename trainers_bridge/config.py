@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.errors import ConfigError
+from rollout.ranges import check_settings
 from trainers_bridge.contract import training_params
 
 MAX_NEW_TOKENS = 96
@@ -34,10 +35,9 @@ class TaskConfig:
     def __post_init__(self) -> None:
         if not self.operations:
             raise ConfigError("task.operations must name at least one operation")
+        check_settings("task", self, prompts=1)
         if self.smallest > self.largest:
             raise ConfigError(f"task.smallest must be <= task.largest ({self.largest}), got {self.smallest}")
-        _at_least("task", 1, prompts=self.prompts)
-        _at_least("task", 0, smallest=self.smallest, min_words=self.min_words)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,27 +99,18 @@ class TrainerConfig:
     """Write the trained policy beside the run's numbers, as a Hugging Face folder."""
 
     def __post_init__(self) -> None:
-        _at_least("trainer", 1, steps=self.steps, prompts_per_step=self.prompts_per_step)
-        _at_least("trainer", 2, num_generations=self.num_generations)
-        _at_least(
+        check_settings(
             "trainer",
-            0,
-            warmup_steps=self.warmup_steps,
-            beta=self.beta,
-            trainable_layers=self.trainable_layers,
-            samples_per_pass=self.samples_per_pass,
-            mismatch_samples=self.mismatch_samples,
-            max_minutes=self.max_minutes,
-            threads=self.threads,
-            checkpoint_steps=self.checkpoint_steps,
+            self,
+            positive=("learning_rate", "temperature", "max_grad_norm"),
+            steps=1,
+            prompts_per_step=1,
+            num_generations=2,
         )
         if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
             raise ConfigError(
                 f"trainer.max_new_tokens must be in 1..{MAX_NEW_TOKENS}, got {self.max_new_tokens}"
             )
-        for name in ("learning_rate", "temperature", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"trainer.{name} must be > 0, got {getattr(self, name)}")
         if self.samples_per_pass and self.samples_per_step % self.samples_per_pass:
             raise ConfigError(
                 f"trainer.samples_per_pass must divide the {self.samples_per_step} samples of a step, "
@@ -131,9 +122,3 @@ class TrainerConfig:
     def samples_per_step(self) -> int:
         """Completions one trainer step learns from."""
         return self.prompts_per_step * self.num_generations
-
-
-def _at_least(section: str, least: float, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= least:
-            raise ConfigError(f"{section}.{name} must be >= {least}, got {value}")

@@ -255,7 +255,7 @@ def trainer_args(config: TrainerConfig, *, folder: Path) -> Any:
         max_grad_norm=config.max_grad_norm,
         beta=config.beta,
         temperature=config.temperature,
-        seed=config.seed or 0,
+        seed=(config.seed or 0) % 2**32,  # numpy's generator takes no more
         report_to="none",
         save_strategy="steps" if config.checkpoint_steps else "no",
         save_steps=config.checkpoint_steps or config.steps,

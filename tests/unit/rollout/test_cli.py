@@ -66,7 +66,7 @@ def test_every_example_of_the_help_is_understood(command: str) -> None:
             ["run", "engine.decoder=fast"],
             "engine.decoder: expected one of 'auto', 'compiled', 'torch', got 'fast'",
         ),
-        (["run", "engine.max_batch=0"], "engine.max_batch must be > 0, got 0"),
+        (["run", "engine.max_batch=0"], "engine.max_batch must be >= 1, got 0"),
         (["run", "engine.max_batch=many"], "engine.max_batch: expected a whole number, got 'many'"),
         (["run", "engine=nativ"], "engine: no choice 'nativ'; known: native, torch"),
         (["run", "sead=1"], "sead: unknown setting"),

@@ -1,17 +1,23 @@
 """Settings are loaded by full path: what does not fit is refused, and the message says what would."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from omegaconf import OmegaConf
 
+from controller.config import ControllerConfig
 from drafters.config import DrafterConfig
 from rollout.config import EngineConfig, PolicyConfig, ServiceConfig, TrackerConfig
 from rollout.errors import ConfigError
+from rollout.job_config import BenchConfig, CalibrateConfig, JobConfig, ReportConfig, VerifyConfig
+from rollout.jobs.compose import compose_job
+from rollout.jobs.door import check_trainer
 from rollout.settings import load_config, to_plain
+from trainers_bridge.config import TaskConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +105,73 @@ def test_a_wrong_value_is_refused_by_its_full_path(values: dict[str, Any], messa
 
 
 def test_a_message_that_names_its_path_is_not_prefixed_twice() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.max_batch must be > 0, got 0$"):
+    with pytest.raises(ConfigError, match=r"^engine\.max_batch must be >= 1, got 0$"):
         load_config({"max_batch": 0}, EngineConfig, path="engine")
+
+
+SECTIONS: dict[str, type] = {
+    "policy": PolicyConfig,
+    "engine": EngineConfig,
+    "service": ServiceConfig,
+    "tracker": TrackerConfig,
+    "drafter": DrafterConfig,
+    "controller": ControllerConfig,
+    "calibrate": CalibrateConfig,
+    "verify": VerifyConfig,
+    "bench": BenchConfig,
+    "report": ReportConfig,
+    "task": TaskConfig,
+    "trainer": TrainerConfig,
+}
+
+
+def test_every_section_of_a_job_is_among_those_tried() -> None:
+    assert {f.name for f in fields(JobConfig)} - {"seed", "output_dir", "run_id"} == set(SECTIONS)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_no_number_of_any_settings_may_be_nan_endless_negative_or_a_truth_value(section: str) -> None:
+    """Also where a dataclass is made directly, past the loader that checks types."""
+    for f in fields(SECTIONS[section]):
+        kinds = {f.type, *get_args(f.type)}
+        wrong: list[Any] = []
+        if kinds & {int, float}:
+            whole = float not in kinds and f.type != tuple[int, ...]
+            wrong = [math.nan, math.inf, -math.inf, -1, True, "1", *([1.5] if whole else [])]
+        for value in wrong:
+            odd = (value,) if f.type == tuple[int, ...] else value
+            with pytest.raises((ConfigError, ValueError), match=rf"\b{section}\.{f.name}\b"):
+                SECTIONS[section](**{f.name: odd})
+
+
+@pytest.mark.parametrize("section", [*SECTIONS])
+def test_no_choice_or_switch_of_any_settings_is_anything_else(section: str) -> None:
+    for f in fields(SECTIONS[section]):
+        if f.type is bool or get_origin(f.type) is Literal:
+            with pytest.raises((ConfigError, ValueError), match=rf"^{section}\.{f.name}\b"):
+                SECTIONS[section](**{f.name: "nonsense"})
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("service.object_store_bytes=1", "service.host_gpus=1.5", "service.name=''", "service.host_cpus=-1"),
+        *(
+            "policy.source=''",
+            "engine.device=''",
+            "engine.kv_bytes=0",
+            "service.flush_s=nan",
+            "bench.gamma=0",
+        ),
+        *("drafter.names=[w4,w4]", "drafter.failure_limit=0", "tracker.project=''", "verify.limit_s=0"),
+        *("trainer.learning_rate=0", "trainer.num_generations=1", "task.prompts=0", "seed=-1"),
+        *("verify.hosts=[0]", "bench.trace_sigma=nan", "bench.max_minutes=inf"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused_by_its_full_path(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_trainer(compose_job("run", [override]))
+    assert str(refused.value).startswith(override.partition("=")[0])
 
 
 def test_an_omegaconf_node_is_resolved_before_it_is_checked() -> None:
