@@ -126,7 +126,10 @@ class PolicyView(Protocol):
 
 
 class Drafter(Protocol):
-    """Anything that can propose tokens. It can only cost time: every failure is a ``DraftError``."""
+    """Anything that can propose tokens. It can only cost time.
+
+    Whatever a call raises, or answers that makes no sense, counts as a failure; ``DraftError`` is a foreseen one.
+    """
 
     name: str
     drafter_version: int

@@ -136,14 +136,13 @@ class Committer:
     def end(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
         """Take a sequence out of the engine and return how it ended."""
         self._scheduler.remove(sequence)
-        for slot in self._drafting.slots.values():
-            slot.drafter.forget(sequence.key)
+        self._drafting.forget(sequence.key)
         return sequence.completion(
             reason=reason,
             error=error,
             text=final_text(sequence, self._detokenizer),
             host=self._host,
             fingerprint=self._fingerprint(),
-            drafter_versions={n: s.drafter.drafter_version for n, s in self._drafting.slots.items()},
+            drafter_versions=self._drafting.versions(),
             now_s=time.monotonic(),
         )

@@ -1,13 +1,18 @@
 """The drafters of one engine and their health: the only place where speculation falls back to AR.
 
-A drafter can only cost time. Whatever goes wrong in it makes the sequences concerned decode plainly for
-the round; failures are counted and logged, after some in a row it is rebuilt, then switched off.
+A drafter can only cost time. Whatever one of its calls raises, and whatever it answers that means nothing,
+makes the sequences concerned decode plainly for the round; failures are counted and their causes logged,
+after some in a row it is rebuilt, then switched off. What its numbers say is checked here as well.
 """
 
 import logging
+import operator
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import SupportsIndex, TypeVar
 
 from torch import Tensor
 
@@ -17,15 +22,23 @@ from rollout.engine.verify import usable_drafts
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(kw_only=True, slots=True)
 class DrafterSlot:
     """One drafter, and how it has behaved."""
 
     drafter: Drafter
+    version: int = -1
+    """The policy version it was last built from; -1 while it is not built."""
+
     enabled: bool = True
     failures_in_a_row: int = 0
+    """Of all its calls, since a proposal was sound and nothing failed since the one before it."""
+
     failures: int = 0
+    failures_at_last_proposal: int = 0
     rebuilds: int = 0
     build_s: float = 0.0
     last_error: str = ""
@@ -75,13 +88,22 @@ class Drafting:
         if unknown:
             raise ValueError(f"no drafter {', '.join(unknown)}; there are: {', '.join(self.slots) or 'none'}")
         for name, slot in self.slots.items():
-            slot.enabled = name in names and slot.drafter.drafter_version >= 0
+            slot.enabled = name in names and slot.version >= 0
 
     def committed(self, request: DraftRequest, *, finished: bool) -> None:
         """Tell the drafters that a sequence grew; one that is off costs nothing and catches up later."""
         for slot in self.slots.values():
             if slot.enabled:
-                slot.drafter.committed(request, finished=finished)
+                self._guarded(slot, partial(slot.drafter.committed, request, finished=finished))
+
+    def forget(self, key: int) -> None:
+        """Tell every drafter, those that are off too, that a sequence is over."""
+        for slot in self.slots.values():
+            self._guarded(slot, partial(slot.drafter.forget, key))
+
+    def versions(self) -> dict[str, int]:
+        """Return the policy version each drafter was last built from; -1 for one that is not built."""
+        return {name: slot.version for name, slot in self.slots.items()}
 
     def rebuild(self, name: str) -> None:
         """Rebuild one drafter now and give it another chance."""
@@ -94,9 +116,11 @@ class Drafting:
         started = time.perf_counter()
         try:
             slot.drafter.rebuild(self._view)
-        except DraftError as error:
-            slot.enabled, slot.last_error = False, str(error)
-            log.warning("ALARM drafter %s cannot be built and is off: %s", slot.drafter.name, error)
+            slot.version = operator.index(slot.drafter.drafter_version)
+        except Exception as error:  # noqa: BLE001 - weights are live and stay so, whatever ails a drafter
+            slot.enabled, slot.version, slot.last_error = False, -1, _cause(error)
+            slot.failures += 1
+            log.warning("ALARM drafter %s cannot be built and is off: %s", slot.drafter.name, slot.last_error)
         slot.build_s = time.perf_counter() - started
         slot.rebuilds += 1
 
@@ -105,7 +129,8 @@ class Drafting:
         out: dict[str, int] = {}
         for name, slot in self.slots.items():
             if slot.enabled:
-                count = slot.drafter.ready(replace(request, gamma=min(request.gamma, slot.drafter.max_gamma)))
+                asked = replace(request, gamma=min(request.gamma, slot.drafter.max_gamma))
+                count = self._guarded(slot, partial(_ready, slot.drafter, asked))
                 if count is not None:
                     out[name] = count
         return out
@@ -116,16 +141,10 @@ class Drafting:
         slot = self.slots.get(name)
         proposal: Proposal | None = None
         if slot is not None and slot.enabled:
-            try:
-                proposal = slot.drafter.propose(requests)
-                drafted, problem = self._checked(name, requests, proposal)
-                if problem:
-                    self._failed(slot, DraftError(problem))
-                else:
-                    slot.failures_in_a_row = 0
-            except DraftError as error:
-                self._failed(slot, error)
-                proposal = None
+            answer = self._guarded(slot, lambda: self._checked(slot.drafter.propose(requests), requests))
+            if answer is not None:
+                proposal, drafted, problem = answer
+                self._heard(slot, problem)
         if proposal is None:
             drafted = {r.key: Drafted() for r in requests}
         return drafted, DraftCost(
@@ -138,40 +157,66 @@ class Drafting:
         )
 
     def _checked(
-        self, name: str, requests: Sequence[DraftRequest], proposal: Proposal
-    ) -> tuple[dict[int, Drafted], str]:
-        """Return what may be verified, and what was wrong with the rest.
+        self, proposal: Proposal, requests: Sequence[DraftRequest]
+    ) -> tuple[Proposal, dict[int, Drafted], str]:
+        """Return the proposal, what of it may be verified, and what was wrong with the rest.
 
         Drafts before an unsound one are kept: whether row i is sound depends on the drafts before it, so
         dropping those as well would discard them for what they are, which is not exact in ``block``.
+        Raises, whatever the type, for an answer that cannot be read at all.
         """
-        if len(proposal.tokens) != len(requests):
-            raise DraftError(f"{name} answered {len(proposal.tokens)} of {len(requests)} requests")
+        for answers in (proposal.tokens, proposal.probs):
+            if answers is not None and len(answers) != len(requests):
+                raise DraftError(f"it answered {len(answers)} of {len(requests)} requests")
+        if min(map(operator.index, (proposal.passes, proposal.rows, proposal.context_tokens))) < 0:
+            raise DraftError("it says that it ran fewer than no rows")
         drafted: dict[int, Drafted] = {}
         problem = proposal.problem
         for i, request in enumerate(requests):
-            tokens = list(proposal.tokens[i])[: request.gamma]
-            probs = None if proposal.probs is None else proposal.probs[i][: len(tokens)]
-            inside = next((j for j, t in enumerate(tokens) if not 0 <= t < self._vocab_size), len(tokens))
-            if inside < len(tokens):
-                problem = f"draft {tokens[inside]} is outside the vocabulary of {self._vocab_size}"
-                tokens, probs = tokens[:inside], None if probs is None else probs[:inside]
-            usable, unsound = usable_drafts(tokens, probs)
-            problem = unsound or problem
-            tokens, probs = tokens[:usable], None if probs is None else probs[:usable]
-            drafted[request.key] = Drafted(tokens=tokens, probs=probs if tokens else None)
-        return drafted, problem
+            tokens, unread = _token_ids(proposal.tokens[i], request.gamma, self._vocab_size)
+            probs = None if proposal.probs is None else proposal.probs[i]
+            usable, unsound = self._usable(tokens, probs)
+            problem = unsound or unread or problem
+            rows = None if probs is None or not usable else probs[:usable]
+            drafted[request.key] = Drafted(tokens=tokens[:usable], probs=rows)
+        return proposal, drafted, problem
 
-    def _failed(self, slot: DrafterSlot, error: DraftError) -> None:
+    def _usable(self, tokens: list[int], probs: Tensor | None) -> tuple[int, str]:
+        """Return how many leading drafts may be verified, and what is wrong with the next one."""
+        if probs is None or not tokens:
+            return len(tokens), ""
+        if not isinstance(probs, Tensor) or probs.dim() != 2 or probs.shape[1] != self._vocab_size:
+            said = tuple(probs.shape) if isinstance(probs, Tensor) else type(probs).__name__
+            return 0, f"draft distributions are {said}, not rows over {self._vocab_size} tokens"
+        return usable_drafts(tokens, probs[: len(tokens)])
+
+    def _guarded(self, slot: DrafterSlot, call: Callable[[], T]) -> T | None:
+        """Return what a call of a drafter returns, or None when it raised: that is counted and told."""
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - a drafter can only cost time, whatever it raises
+            self._failed(slot, _cause(error))
+            return None
+
+    def _heard(self, slot: DrafterSlot, problem: str) -> None:
+        """Note a proposal. It ends a row of failures only if no other call failed since the last one."""
+        if problem:
+            self._failed(slot, problem)
+        elif slot.failures == slot.failures_at_last_proposal:
+            slot.failures_in_a_row = 0
+        slot.failures_at_last_proposal = slot.failures
+
+    def _failed(self, slot: DrafterSlot, cause: str) -> None:
         name = slot.drafter.name
         slot.failures += 1
         slot.failures_in_a_row += 1
-        slot.last_error = str(error)
-        log.warning("drafter %s failed, this round decodes plainly: %s", name, error)
+        if cause != slot.last_error:  # the count tells how often; a cause is told once
+            log.warning("drafter %s failed, what it was asked for decodes plainly: %s", name, cause)
+        slot.last_error = cause
+        if not slot.enabled:
+            return
         if slot.failures_in_a_row == self._failure_limit:
-            log.warning(
-                "drafter %s failed %d times in a row: rebuilding", slot.drafter.name, self._failure_limit
-            )
+            log.warning("drafter %s failed %d times in a row: rebuilding", name, self._failure_limit)
             self._rebuild(slot)
         elif slot.failures_in_a_row >= 2 * self._failure_limit:
             slot.enabled = False
@@ -184,5 +229,32 @@ class Drafting:
             out[f"drafter/{name}_failures"] = float(slot.failures)
             out[f"drafter/{name}_enabled"] = float(slot.enabled)
             out[f"drafter/{name}_build_s"] = slot.build_s
-            out[f"drafter/{name}_version"] = float(slot.drafter.drafter_version)
+            out[f"drafter/{name}_version"] = float(slot.version)
         return out
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, DraftError) else f"{type(error).__name__}: {error}"
+
+
+def _ready(drafter: Drafter, request: DraftRequest) -> int | None:
+    count = drafter.ready(request)
+    if count is None:
+        return None
+    if operator.index(count) < 0:
+        raise DraftError(f"it has {count} draft tokens ready")
+    return min(operator.index(count), request.gamma)
+
+
+def _token_ids(answer: Iterable[SupportsIndex], gamma: int, vocab_size: int) -> tuple[list[int], str]:
+    """Return the ids before the first that is none, at most ``gamma``, and what is wrong with that one."""
+    tokens: list[int] = []
+    try:
+        for token in islice(answer, gamma):
+            number = operator.index(token)
+            if not 0 <= number < vocab_size:
+                return tokens, f"draft {number} is outside the vocabulary of {vocab_size}"
+            tokens.append(number)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return tokens, f"its drafts are no token ids: {_cause(error)}"
+    return tokens, ""

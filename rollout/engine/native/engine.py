@@ -153,8 +153,8 @@ class NativeEngine:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises a ``RequestError`` for this item alone."""
+    def add(self, request: Request, *, resumed: bool = False) -> None:
+        """Queue a request; ``resumed``: under way. Raises a ``RequestError`` for this item alone."""
         sequence = admit_request(
             request,
             key=self._next_key,
@@ -165,6 +165,7 @@ class NativeEngine:
             has_tokenizer=self._detokenizer is not None,
             now_s=time.monotonic(),
         )
+        sequence.resumed = resumed
         self._next_key += 1
         self._scheduler.add(sequence)
 
@@ -182,8 +183,8 @@ class NativeEngine:
 
     @property
     def running(self) -> int:
-        """Sequences under way: those that hold KV, and preempted ones that wait to get it back."""
-        return self._scheduler.under_way
+        """Sequences under way: those that hold KV, preempted ones, and resumed ones that wait."""
+        return len(self._scheduler.under_way)
 
     def load(self) -> RoundLoad:
         """Admit what fits and say what the next round will decode."""
@@ -271,18 +272,17 @@ class NativeEngine:
             self._open_stage().add(tensors)
 
     def settle_running(self) -> list[Completion]:
-        """Do to running sequences what the open update's mode asks, before it is committed.
+        """Do to sequences under way what the open update's mode asks, before it is committed.
 
         ``abort`` ends them (returned), ``recompute`` sends them back to prefill, ``keep`` leaves their KV:
         their later tokens attend to keys of two versions, and each token's version says so.
         """
         self._open_stage()
-        running = list(self._scheduler.running.values())
         if self._update_mode == "abort":
             error = AbortedError("ended by a weight update with in_flight=abort")
-            return [self._committer.end(s, "aborted", error) for s in running]
+            return [self._committer.end(s, "aborted", error) for s in self._scheduler.under_way]
         if self._update_mode == "recompute":
-            for sequence in reversed(running):
+            for sequence in reversed(list(self._scheduler.running.values())):
                 self._scheduler.preempt(sequence)
         return []
 
@@ -348,8 +348,7 @@ class NativeEngine:
 
     def drafter_versions(self) -> Mapping[str, int]:
         """Return the policy version each working drafter was last built from."""
-        slots = self._drafting.slots.items()
-        return {name: slot.drafter.drafter_version for name, slot in slots if slot.enabled}
+        return {name: slot.version for name, slot in self._drafting.slots.items() if slot.enabled}
 
     def rebuild_drafter(self, name: str) -> None:
         """Build one drafter anew from the live policy; one that refuses is switched off, and said so."""
