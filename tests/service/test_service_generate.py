@@ -163,25 +163,24 @@ def test_stats_count_what_happened(two_hosts):
     assert any(name.startswith("host/host-1/engine/") for name in after)
 
 
-def test_control_answers_within_a_second_while_every_generate_slot_is_taken(slow_host, wait_until):
-    """A32: abort, update and status have their own lane."""
+def test_control_answers_while_every_generate_slot_is_taken(slow_host, wait_until):
+    """A32: abort, update and status have their own lane: they come back while no generate call can."""
     client = slow_host
     requests = [scripted_requests(1, tokens=50_000, tag=f"sat{i}-")[0] for i in range(58)]
     calls = [threading.Thread(target=client.generate, args=([r],), daemon=True) for r in requests]
     for call in calls:
         call.start()
-    wait_until(lambda: client.stats()["service/live"] >= 8)
-    live = client.health().policy_version
-    update = partial(client.update_weights, scripted_weights(1), live + 1, in_flight="keep")
-    for ask in (client.health, client.stats, client.take_records, update, client.pause, client.resume):
-        began_s = time.monotonic()
-        ask()
-        assert time.monotonic() - began_s < 1.0, ask
-    while any(call.is_alive() for call in calls):
-        began_s = time.monotonic()
-        client.abort()
-        assert time.monotonic() - began_s < 1.0
-        time.sleep(0.05)
+    try:
+        wait_until(lambda: client.stats()["service/live"] >= 8)
+        live = client.health().policy_version
+        update = partial(client.update_weights, scripted_weights(1), live + 1, in_flight="keep")
+        for ask in (client.health, client.stats, client.take_records, update, client.pause, client.resume):
+            ask()
+            assert all(call.is_alive() for call in calls), ask
+    finally:
+        while any(call.is_alive() for call in calls):
+            client.abort()
+            time.sleep(0.05)
 
 
 def test_an_abort_ends_requests_with_what_they_have_and_may_be_repeated(slow_host, wait_until):
