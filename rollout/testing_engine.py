@@ -198,6 +198,7 @@ class _Sequence:
     number: int
     request: Request
     limit: int
+    resumed: bool
     prefilled: bool = False
     records: list[TokenRecord] = field(default_factory=list)
     rounds: int = 0
@@ -243,10 +244,13 @@ class ScriptedEngine:
 
     @property
     def running(self) -> int:
-        """Sequences admitted and not over."""
-        return len(self._running)
+        """Sequences admitted or resumed, and not over."""
+        return len(self._under_way())
 
-    def add(self, request: Request) -> None:
+    def _under_way(self) -> list[_Sequence]:
+        return [*self._running, *(s for s in self._waiting if s.resumed)]
+
+    def add(self, request: Request, *, resumed: bool = False) -> None:
         """Queue a request."""
         if self._find(request.key) is not None:
             raise DuplicateRequestError(f"request {request.key} is already running")
@@ -259,7 +263,7 @@ class ScriptedEngine:
         if room < 1:
             raise PromptTooLongError(f"prompt of {len(request.prompt_ids)} tokens leaves no room")
         limit = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
-        self._waiting.append(_Sequence(number=self._numbers, request=request, limit=limit))
+        self._waiting.append(_Sequence(number=self._numbers, request=request, limit=limit, resumed=resumed))
         self._numbers += 1
 
     def abort(self, key: tuple[str, int], *, reason: str = "") -> Completion | None:
@@ -272,8 +276,10 @@ class ScriptedEngine:
     def load(self) -> RoundLoad:
         """Admit what fits and describe it."""
         draining = self._manifest is not None and self._mode == "drain"
-        while self._waiting and len(self._running) < self._spec.max_batch and not draining:
-            self._running.append(self._waiting.pop(0))
+        for sequence in [s for s in self._waiting if s.resumed or not draining]:
+            if len(self._running) < self._spec.max_batch:
+                self._waiting.remove(sequence)
+                self._running.append(sequence)
         return RoundLoad(
             round_index=self._round_index,
             policy_version=self.policy_version,
@@ -472,18 +478,18 @@ class ScriptedEngine:
             raise WeightUpdateError("the checksum of what arrived differs from what was announced")
 
     def settle_running(self) -> list[Completion]:
-        """End what runs when the mode is ``abort``."""
+        """End what is under way when the mode is ``abort``."""
         if self._mode != "abort":
             return []
         error = AbortedError("ended by a weight update with in_flight=abort")
-        return [self._end(s, "aborted", error) for s in list(self._running)]
+        return [self._end(s, "aborted", error) for s in self._under_way()]
 
     def commit_update(self) -> int:
         """Switch."""
         manifest, staged = self._manifest, self._staged
         if manifest is None:
             raise WeightUpdateError("no update is open")
-        assert self._mode != "drain" or not self._running, "drain commits when nothing runs"
+        assert self._mode != "drain" or not self.running, "drain commits when nothing runs"
         self.discard_update()
         if self._faults.refuse_commit:
             raise WeightUpdateError(f"host {self._spec.host} was told to refuse")

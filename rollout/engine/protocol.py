@@ -47,8 +47,12 @@ class Engine(Protocol):
         """What it can do, and the limits it does it within."""
         ...
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises a ``RequestError`` for this item alone."""
+    def add(self, request: Request, *, resumed: bool = False) -> None:
+        """Queue a request. Raises a ``RequestError`` for this item alone.
+
+        ``resumed``: its prefix was made under the live weights and must not go on under others unseen, so
+        updates treat it as running from the start: ``drain`` lets it in and waits for it, ``abort`` ends it.
+        """
         ...
 
     def abort(self, key: tuple[str, int], *, reason: str = "") -> Completion | None:
@@ -70,7 +74,7 @@ class Engine(Protocol):
 
     @property
     def running(self) -> int:
-        """Sequences that hold KV; ``drain`` waits until there are none."""
+        """Sequences whose text has begun, ``resumed`` ones included; ``drain`` waits until there are none."""
         ...
 
     def begin_update(self, manifest: UpdateManifest, *, in_flight: InFlight) -> None:
@@ -89,7 +93,7 @@ class Engine(Protocol):
         ...
 
     def settle_running(self) -> list[Completion]:
-        """Do to running sequences what the open update's mode asks (abort, recompute), before its commit."""
+        """Do to what is ``running`` as the open update's mode asks (abort, recompute), before its commit."""
         ...
 
     def commit_update(self) -> int:

@@ -4,7 +4,7 @@ Each kind of call has its concurrency group, so that a control call never waits 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 import ray
@@ -16,9 +16,15 @@ from rollout.errors import RolloutError
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.factory import HostSpec
 from rollout.service.host import PolicyHost
-from rollout.service.ledger import Identity
-from rollout.service.live import Targets
-from rollout.service.records import HostEvents, HostReady, LoopStatus, RoundRecord
+from rollout.service.live import Key, Targets
+from rollout.service.records import (
+    HandedBack,
+    HostEvents,
+    HostReady,
+    Identity,
+    LoopStatus,
+    RoundRecord,
+)
 from rollout.types import Request
 
 NAMESPACE = "taildraft"
@@ -53,9 +59,10 @@ class HostActor:
         """Return its first words. Raises ``TimeoutError``, or what building the engine raised."""
         return cast(HostReady, await self._ask("ready", timeout_s=timeout_s))
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests there."""
-        await self._ask("submit", list(requests), group="generate")
+    async def submit(self, requests: Sequence[Request], begun: Mapping[Key, Identity]) -> HandedBack | None:
+        """Queue requests there; see ``EngineLoop.add``."""
+        answer = await self._ask("submit", list(requests), dict(begun), group="generate")
+        return cast(HandedBack | None, answer)
 
     async def events(self) -> AsyncIterator[HostEvents]:
         """Yield what happens to requests there. Raises ``HostGoneError`` when the host dies."""

@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,10 +20,16 @@ from rollout.errors import WeightUpdateError
 from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.factory import HostSpec
-from rollout.service.ledger import Identity
-from rollout.service.live import Targets
+from rollout.service.live import Key, Targets
 from rollout.service.loop import EngineLoop
-from rollout.service.records import HostEvents, HostReady, LoopStatus, RoundRecord
+from rollout.service.records import (
+    HandedBack,
+    HostEvents,
+    HostReady,
+    Identity,
+    LoopStatus,
+    RoundRecord,
+)
 from rollout.types import Request
 
 if TYPE_CHECKING:
@@ -77,9 +83,9 @@ class PolicyHost:
 
     # ---- generation -------------------------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. What becomes of them, refusals included, comes through ``events``."""
-        await asyncio.wrap_future((await self._ready_loop()).add(requests))
+    async def submit(self, requests: Sequence[Request], begun: Mapping[Key, Identity]) -> HandedBack | None:
+        """Queue requests. What becomes of those taken, refusals included, comes through ``events``."""
+        return await asyncio.wrap_future((await self._ready_loop()).add(requests, begun=begun))
 
     async def events(self) -> AsyncIterator[HostEvents]:
         """Yield what happens to all requests, in order, until the host is closed. For one reader."""

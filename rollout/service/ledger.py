@@ -4,12 +4,14 @@ Pure bookkeeping: no Ray, no tasks, no clock of its own.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rollout.engine.protocol import Emission
 from rollout.errors import DuplicateRequestError, EngineCrashError, HostLostError
 from rollout.service.live import Key, failed_completion
+from rollout.service.records import Identity
 from rollout.types import Completion, Request, TokenRecord
 
 
@@ -26,14 +28,6 @@ class Sink(Protocol):
     def ended(self, completion: Completion) -> None:
         """Take the ending, with all tokens. Called once."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Identity:
-    """What must be equal for the same seed to give the same text."""
-
-    policy_version: int
-    fingerprint: str
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -76,8 +70,8 @@ class Ledger:
     """All samples that have not ended, by (prompt uid, sample index).
 
     A key may be asked for again as soon as it has ended here, while a host still works on the old sample. So
-    every send has a serial of its own, later ones higher, and hosts know a request by that: it travels as
-    the request's ``attempt`` and comes back in emissions and completions, which get the caller's attempt here.
+    every send has a serial of its own, later ones higher, and hosts know a request by that. It travels as
+    the request's ``attempt``, and comes back in emissions and completions, where it is undone.
     """
 
     def __init__(self) -> None:
@@ -136,7 +130,8 @@ class Ledger:
             return
         known = len(sample.records) - sample.attempt_start
         if emission.first_index != known:
-            raise EngineCrashError(f"{emission.key}: {host} told tokens at {emission.first_index} after {known}")
+            told = f"{host} told tokens at {emission.first_index} after {known}"
+            raise EngineCrashError(f"{emission.key}: {told}")
         first_index = len(sample.records)
         sample.records.extend(emission.tokens)
         sample.sink.tokens(replace(emission, first_index=first_index, attempt=sample.request.attempt))
@@ -180,6 +175,17 @@ class Ledger:
         self._keys_of_host.pop(host, None)
         return samples
 
+    def handed_back(self, requests: Sequence[Request]) -> list[Sample]:
+        """Take samples from a host that did not take these sends."""
+        samples = []
+        for request in requests:
+            sample = self._samples.get(request.key)
+            if sample is not None and sample.serial == request.attempt:
+                self._leave(sample)
+                sample.sent -= 1
+                samples.append(sample)
+        return samples
+
     def _current(self, host: str, key: Key, serial: int) -> Sample | None:
         sample = self._samples.get(key)
         if sample is None or sample.host != host or sample.serial != serial:
@@ -203,11 +209,14 @@ def resend(sample: Sample, identity: Identity, *, allow_other: bool) -> Request:
     """
     last = sample.identity
     later = replace(sample.request, attempt=sample.request.attempt + 1)
+    moved = last is not None and last.policy_version != identity.policy_version
+    if last is not None and sample.records and sample.records[-1].policy_version > last.policy_version:
+        last, moved = replace(last, policy_version=sample.records[-1].policy_version), True
     if last in (None, identity) or not sample.records or allow_other:
         done = tuple(record.token_id for record in sample.records)
         return replace(later, prefix_ids=sample.asked.prefix_ids + done)
     assert last is not None
-    if last.policy_version != identity.policy_version and not sample.sink.streamed:
+    if moved and not sample.sink.streamed:
         sample.records.clear()
         return replace(later, prefix_ids=sample.asked.prefix_ids)
     raise HostLostError(

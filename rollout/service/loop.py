@@ -31,8 +31,15 @@ from rollout.errors import (
 )
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.inbox import Inbox
-from rollout.service.live import LiveRequests, Targets
-from rollout.service.records import HostEvents, LoopState, LoopStatus, RoundRecord
+from rollout.service.live import Key, LiveRequests, Targets
+from rollout.service.records import (
+    HandedBack,
+    HostEvents,
+    Identity,
+    LoopState,
+    LoopStatus,
+    RoundRecord,
+)
 from rollout.types import Request
 
 if TYPE_CHECKING:
@@ -78,10 +85,8 @@ class DrafterKeeper(Protocol):
 NextTurn = Literal["round", "wait", "stuck"]
 
 
-def next_turn(load: RoundLoad, *, halted: bool, admitting: bool) -> NextTurn:
+def next_turn(load: RoundLoad, *, admitting: bool) -> NextTurn:
     """Return what a loop with this load does: ``stuck`` is a bug of the engine, never a state to wait in."""
-    if halted:
-        return "wait"
     if load.sequences or load.prefill_tokens:
         return "round"
     return "stuck" if load.waiting and admitting else "wait"
@@ -93,7 +98,18 @@ class _Update:
 
     in_flight: InFlight
     drained: Future[None] | None = None
-    """Resolved once nothing runs; set when somebody waits for it."""
+    """Resolved once it may be committed; set when somebody waits for it."""
+
+    commit: Future[int] | None = None
+    """Resolved by the commit; set when one was asked for that must wait."""
+
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits that it will not be."""
+        waiting: tuple[Future[None] | Future[int] | None, ...] = (self.drained, self.commit)
+        for future in waiting:
+            if future is not None:
+                future.set_exception(error)
+        self.drained = self.commit = None
 
 
 class EngineLoop:
@@ -131,12 +147,16 @@ class EngineLoop:
 
     # ---- from any thread --------------------------------------------------------------------------
 
-    def add(self, requests: Sequence[Request]) -> Future[None]:
+    def add(
+        self, requests: Sequence[Request], *, begun: Mapping[Key, Identity] | None = None
+    ) -> Future[HandedBack | None]:
         """Queue requests; a refused one comes back as a failed completion, the others are untouched.
 
+        ``begun`` says under what the prefixes were made that must go on under the same: those run as if they
+        had never left, also through an open update, and are handed back where something else is live by now.
         Raises ``EngineCrashError``, and takes none, when the engine runs no more.
         """
-        return self._post(lambda: self._add(requests))
+        return self._post(lambda: self._add(requests, begun or {}))
 
     def abort(self, targets: Targets | None, reason: str) -> Future[int]:
         """End requests (None: all) with what they have; resolves to how many were still alive."""
@@ -156,19 +176,14 @@ class EngineLoop:
 
     def drained(self) -> Future[None]:
         """Resolves when the open update may be committed: at once, or when ``drain`` has nothing running."""
-        waiting: Future[None] = Future()
-
-        def refuse(posted: Future[None]) -> None:
-            error = posted.exception()
-            if error is not None:
-                waiting.set_exception(error)
-
-        self._post(lambda: self._wait_drained(waiting)).add_done_callback(refuse)
-        return waiting
+        return self._wait(self._wait_drained)
 
     def commit_update(self) -> Future[int]:
-        """Switch to the staged weights between two rounds; resolves to the version now live."""
-        return self._post(self._commit_update)
+        """Switch to the staged weights between two rounds; resolves to the version now live.
+
+        With ``drain`` it waits for what was resumed here since the drain ended.
+        """
+        return self._wait(self._wait_commit)
 
     def discard_update(self) -> Future[None]:
         """Drop the open update, if any. Idempotent."""
@@ -239,17 +254,17 @@ class EngineLoop:
         """End what is overdue, answer who waits for a drain, and run a round if there is one to run."""
         now_s = self._clock()
         self._expire(now_s)
-        self._tell_drained()
-        if not self.engine.busy:
+        self._answer_update()
+        if self._halted or not self.engine.busy:
             return False
-        load = self.engine.load()
+        load = self.engine.load()  # admits, which nothing may while halted
         draining = self._update is not None and self._update.in_flight == "drain"
-        turn = next_turn(load, halted=self._paused or self._asleep, admitting=not draining)
+        turn = next_turn(load, admitting=not draining)
         if turn == "stuck":
             raise NoProgressError(f"{load.waiting} requests wait, nothing runs, and none is admitted")
         if turn == "round":
             self._round(load, now_s)
-            self._tell_drained()
+            self._answer_update()
         return turn == "round"
 
     def _round(self, load: RoundLoad, now_s: float) -> None:
@@ -305,20 +320,45 @@ class EngineLoop:
 
         return self._inbox.post(guarded)
 
+    def _wait(self, action: Callable[[Future[T]], None]) -> Future[T]:
+        """Post an action that keeps the future it is given and resolves it at some later boundary."""
+        waiting: Future[T] = Future()
+
+        def refuse(posted: Future[None]) -> None:
+            error = posted.exception()
+            if error is not None:
+                waiting.set_exception(error)
+
+        self._post(lambda: action(waiting)).add_done_callback(refuse)
+        return waiting
+
     # ---- requests ---------------------------------------------------------------------------------
 
-    def _add(self, requests: Sequence[Request]) -> None:
+    def _add(self, requests: Sequence[Request], begun: Mapping[Key, Identity]) -> HandedBack | None:
         if self._error is not None:
             # They were part of nothing that failed: whoever sent them may send them elsewhere.
             raise EngineCrashError(self._error)
+        live = Identity(policy_version=self.engine.policy_version, fingerprint=self.engine.fingerprint)
+        back = []
         for request in requests:
-            try:
-                self._make_way(request)
-                self.engine.add(request)
-            except RequestError as error:
-                self._live.refuse(request, error)
+            if begun.get(request.key, live) != live:
+                back.append(request)
             else:
-                self._live.open(request, now_s=self._clock())
+                self._take(request, resumed=request.key in begun)
+        return HandedBack(identity=live, requests=tuple(back)) if back else None
+
+    def _take(self, request: Request, *, resumed: bool) -> None:
+        try:
+            self._make_way(request)
+            self.engine.add(request, resumed=resumed)
+            self._live.open(request, now_s=self._clock())
+        except RequestError as error:
+            self._live.refuse(request, error)
+        except Exception as error:
+            # Nothing has run yet, so it is this request that is odd, not the engine.
+            log.exception("host %s: a request could not be taken", self.host)
+            self.engine.abort(request.key, reason="it could not be taken")
+            self._live.refuse(request, RequestError(f"{type(error).__name__}: {error}"))
 
     def _make_way(self, request: Request) -> None:
         """End an older attempt of the same sample, which ``request`` stands in for."""
@@ -377,17 +417,41 @@ class EngineLoop:
 
     def _wait_drained(self, waiting: Future[None]) -> None:
         update = self._open_update()
-        if update.in_flight == "drain" and self._paused and self.engine.running:
-            raise WeightUpdateError("in_flight=drain cannot end while the engine is paused: resume it first")
+        if self._halted and not self._may_commit(update):
+            cure = "wake it" if self._asleep else "resume it"
+            raise WeightUpdateError(f"in_flight=drain cannot end while the engine is halted: {cure} first")
         update.drained = waiting
 
-    def _tell_drained(self) -> None:
+    def _wait_commit(self, waiting: Future[int]) -> None:
+        update = self._open_update()
+        if self._may_commit(update):
+            waiting.set_result(self._commit_update())
+        else:
+            update.commit = waiting
+
+    def _may_commit(self, update: _Update) -> bool:
+        return update.in_flight != "drain" or not self.engine.running
+
+    def _answer_update(self) -> None:
+        """Answer who waits for the open update, once it may be committed."""
         update = self._update
-        if update is None or update.drained is None:
+        if update is None or not self._may_commit(update):
             return
-        if update.in_flight != "drain" or not self.engine.running:
+        if update.drained is not None:
             update.drained.set_result(None)
             update.drained = None
+        commit, update.commit = update.commit, None
+        if commit is None:
+            return
+        try:
+            version = self._commit_update()
+        except Exception as error:
+            commit.set_exception(error)
+            if not isinstance(error, RolloutError):
+                raise  # as for any command: the engine is in a state nobody knows
+        else:
+            self._publish()
+            commit.set_result(version)
 
     def _commit_update(self) -> int:
         self._open_update()
@@ -409,11 +473,14 @@ class EngineLoop:
         update, self._update = self._update, None
         if update is None:
             return
-        if update.drained is not None:
-            update.drained.set_exception(WeightUpdateError("the update was discarded"))
+        update.fail(WeightUpdateError("the update was discarded"))
         self.engine.discard_update()
 
     # ---- states -----------------------------------------------------------------------------------
+
+    @property
+    def _halted(self) -> bool:
+        return self._paused or self._asleep
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -446,8 +513,8 @@ class EngineLoop:
         self._error = f"{type(error).__name__}: {error}"
         self._live.fail_all(error if isinstance(error, NoProgressError) else EngineCrashError(self._error))
         update, self._update = self._update, None
-        if update is not None and update.drained is not None:
-            update.drained.set_exception(WeightUpdateError(f"the engine crashed: {self._error}"))
+        if update is not None:
+            update.fail(WeightUpdateError(f"the engine crashed: {self._error}"))
 
     def _tell(self) -> None:
         crashed = self._error if not self._crash_told else None

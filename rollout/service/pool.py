@@ -25,9 +25,16 @@ from rollout.errors import (
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.actors import HostActor, HostGoneError, WeightsRef, node_count, resource_summary
 from rollout.service.factory import HostSpec
-from rollout.service.ledger import Identity
-from rollout.service.live import Targets
-from rollout.service.records import HostEvents, LoopStatus, RoundRecord, SlotHealth, SlotState
+from rollout.service.live import Key, Targets
+from rollout.service.records import (
+    HandedBack,
+    HostEvents,
+    Identity,
+    LoopStatus,
+    RoundRecord,
+    SlotHealth,
+    SlotState,
+)
 from rollout.types import Request
 
 log = logging.getLogger(__name__)
@@ -47,6 +54,10 @@ class PoolListener(Protocol):
 
     def host_lost(self, host: str, identity: Identity | None, reason: str) -> None:
         """Take back everything that host had. No event of it will follow."""
+        ...
+
+    def handed_back(self, host: str, requests: Sequence[Request]) -> None:
+        """Take back requests that host did not take; it now serves other weights than they began under."""
         ...
 
     def hosts_changed(self) -> None:
@@ -309,21 +320,31 @@ class HostPool:
 
     # ---- requests ---------------------------------------------------------------------------------
 
-    def send(self, slot: Slot, requests: Sequence[Request]) -> None:
-        """Send requests to a ready host. When that fails, the listener gets them back as lost."""
-        task = self.spawn(self._submit(slot, slot.host, requests))
+    def send(self, slot: Slot, requests: Sequence[Request], begun: Mapping[Key, Identity]) -> None:
+        """Send requests to a ready host. When that fails, the listener gets them back as lost.
+
+        ``begun`` says under what the prefixes were made that hosts of ours began.
+        """
+        task = self.spawn(self._submit(slot, slot.host, requests, begun))
         slot.submits.add(task)
         task.add_done_callback(slot.submits.discard)
 
-    async def _submit(self, slot: Slot, host: str, requests: Sequence[Request]) -> None:
+    async def _submit(
+        self, slot: Slot, host: str, requests: Sequence[Request], begun: Mapping[Key, Identity]
+    ) -> None:
+        back: HandedBack | None
         try:
-            await slot.actor.submit(requests)
+            back = await slot.actor.submit(requests, begun)
         except asyncio.CancelledError:
             raise
         except EngineCrashError:
             return  # its events say so too, after the endings of what it had; then these are taken back
         except Exception as error:  # noqa: BLE001 - nobody knows what of it arrived
             self._lose(slot, host, f"{type(error).__name__}: {error}")
+            return
+        if back is not None and slot.state == "ready" and slot.host == host:
+            slot.identity = back.identity  # it switched weights, and its word of that is still on the way
+            self._listener.handed_back(host, back.requests)
 
     async def abort(self, targets_of: Mapping[str, Targets], reason: str) -> int:
         """End requests, by host, and return how many were alive."""

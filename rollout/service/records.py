@@ -6,11 +6,29 @@ from typing import Literal
 from controller.log import Record
 from controller.types import EngineTraits, RoundFacts, RoundLoad, RoundPlan
 from rollout.engine.protocol import Emission
-from rollout.types import Completion
+from rollout.types import Completion, Request
 
 LoopState = Literal["running", "paused", "asleep", "crashed", "closed"]
 SlotState = Literal["starting", "ready", "dead", "retired"]
 """``dead``: a successor is on its way; ``retired``: there will be none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What must be equal for the same seed to give the same text."""
+
+    policy_version: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandedBack:
+    """Requests a host did not take: their prefix was made under other weights than it serves by now."""
+
+    identity: Identity
+    """Of the host, now."""
+
+    requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,10 +27,10 @@ from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.door import check_item, refused_item
 from rollout.service.factory import HostSpec
-from rollout.service.ledger import Identity, Ledger, Sample
+from rollout.service.ledger import Ledger, Sample
 from rollout.service.live import Key
 from rollout.service.pool import HostPool, Slot
-from rollout.service.records import HostEvents, RoundRecord, ServiceHealth
+from rollout.service.records import HostEvents, Identity, RoundRecord, ServiceHealth
 from rollout.service.routing import HostLoad, choose_host
 from rollout.types import Completion, Request
 
@@ -210,7 +210,12 @@ class ServiceCore:
             self._queue.popleft()
         for host, requests in outgoing.items():
             if requests:
-                self._pool.send(slots[host], requests)
+                self._pool.send(slots[host], requests, self._begun(requests))
+
+    def _begun(self, requests: Sequence[Request]) -> dict[Key, Identity]:
+        """Return under what those were begun whose prefix holds tokens of our hosts."""
+        samples = [s for r in requests if (s := self._ledger.get(r.key)) is not None and s.records]
+        return {s.asked.key: s.identity for s in samples if s.identity is not None}
 
     def _choose(
         self, group: Sequence[Sample], loads: Sequence[HostLoad], slots: dict[str, Slot]
@@ -268,7 +273,7 @@ class ServiceCore:
             try:
                 self._ledger.emission(host, emission)
             except EngineCrashError as error:  # the others of this host are in order
-                log.error("a sample is given up: %s", error)
+                log.exception("a sample is given up")
                 sample = self._ledger.get(emission.key)
                 assert sample is not None
                 self._counts["failed"] += 1
@@ -295,6 +300,12 @@ class ServiceCore:
                 self._counts["resent"] += 1
                 groups.setdefault(sample.asked.prompt_uid, []).append(sample)
         self._queue.extendleft(reversed(list(groups.values())))
+        self._dispatch()
+
+    def handed_back(self, host: str, requests: Sequence[Request]) -> None:
+        """Queue again, in front, what a host could not go on with; that was no attempt."""
+        samples = self._ledger.handed_back(requests)
+        self._queue.extendleft([sample] for sample in reversed(samples))
         self._dispatch()
 
     def hosts_changed(self) -> None:

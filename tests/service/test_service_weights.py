@@ -1,6 +1,7 @@
 """A weight update is whole on every host, or nowhere; and the store holds no more than it must."""
 
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -107,6 +108,31 @@ def test_what_runs_during_an_update_follows_the_mode(mode, slow_host, wait_until
     assert versions_of(running) == ({old, old + 1} if mode == "keep" else {old})
     assert versions_of(waiting) == {old + 1}, "requests that had not begun run on the new version"
     assert {c.finish_reason for c in running} == {"aborted" if mode == "abort" else "length"}
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort"])
+def test_a_host_that_dies_during_an_update_mixes_no_two_versions_in_a_text(mode, start, wait_until):
+    client = start(ScriptedSpec(faults=Faults(round_s=0.01), max_batch=4), hosts=2, max_restarts=0)
+    requests = scripted_requests(8, tokens=60, tag="mix")
+    expected = ids_of(client.generate(requests))
+    client.take_records()
+    answer = []
+    call = threading.Thread(target=lambda: answer.extend(client.generate(requests)))
+    call.start()
+    wait_until(lambda: {r.host for r in client.take_records() if r.load.sequences} == {"host-0", "host-1"})
+    update = threading.Thread(
+        target=client.update_weights, args=(scripted_weights(9), 1), kwargs={"in_flight": mode}
+    )
+    victim = client.health().hosts[0].pid
+    update.start()
+    os.kill(victim, signal.SIGKILL)
+    for thread in (update, call):
+        thread.join(60)
+    assert {len(versions_of([c])) for c in answer if c.tokens} == {1}
+    if mode == "drain":
+        kept = [(c.token_ids, e) for c, e in zip(answer, expected, strict=True) if versions_of([c]) == {0}]
+        assert all(ids == wanted for ids, wanted in kept)
+        assert len(kept) >= 4, "what ran on the living host went on as it was"
 
 
 def test_a_mode_the_engine_lacks_is_refused_by_name(two_hosts):

@@ -58,9 +58,9 @@ class Scheduler:
         return None
 
     @property
-    def under_way(self) -> int:
-        """Sequences that were admitted and are not over, preempted ones included."""
-        return len(self.running) + sum(s.admitted_s is not None for s in self.waiting)
+    def under_way(self) -> list[LiveSequence]:
+        """Sequences whose text has begun under the live weights, preempted and resumed ones included."""
+        return [*self.running.values(), *(s for s in self.waiting if s.under_way)]
 
     def decoding(self) -> list[LiveSequence]:
         """Return the sequences that decode, in order of admission."""
@@ -69,12 +69,12 @@ class Scheduler:
     def admit(self, version: int, now_s: float) -> None:
         """Move waiting sequences to the running set while slots and pages allow.
 
-        While not ``admitting``, only sequences that were preempted come back.
+        While not ``admitting``, only sequences that are under way come in.
         """
         skipped: list[LiveSequence] = []
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
-            barred = not self.admitting and sequence.admitted_s is None
+            barred = not self.admitting and not sequence.under_way
             if barred or self._leader_is_writing(sequence):
                 skipped.append(sequence)
                 continue

@@ -44,6 +44,9 @@ class LiveSequence:
     """Row of the page table; -1 while it holds none."""
 
     records: list[TokenRecord] = field(default_factory=list)
+    text_end: int | None = None
+    """Characters of text before the stop string that ended it; None while none did."""
+
     output_counts: Counter[int] = field(default_factory=Counter)
     prompt_set: frozenset[int] = frozenset()
     rounds: int = 0
@@ -51,6 +54,9 @@ class LiveSequence:
     accepted: int = 0
     verified_rows: int = 0
     preemptions: int = 0
+    resumed: bool = False
+    """Whether its prefix was made under the live weights, elsewhere."""
+
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -58,6 +64,11 @@ class LiveSequence:
     def params(self) -> SamplingParams:
         """How it is sampled."""
         return self.request.params
+
+    @property
+    def under_way(self) -> bool:
+        """Whether its text has begun under the live weights: an update must not just let it wait."""
+        return self.resumed or self.admitted_s is not None
 
     @property
     def prompt_tokens(self) -> int:

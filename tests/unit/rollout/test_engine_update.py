@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from controller.types import InFlight
 from drafters.config import DrafterConfig
 from drafters.registry import build
 from drafters.testing import FailingDrafter
@@ -17,7 +18,7 @@ from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import manifest
 from rollout.testing import TinyPolicy, tiny_policy
 from rollout.testing_native import ar_plan, fixed_plan, requests_for, run_engine, texts, tiny_engine
-from rollout.types import SamplingParams
+from rollout.types import Completion, SamplingParams
 
 PARAMS = (SamplingParams(max_tokens=16, ignore_eos=True),)
 
@@ -167,3 +168,36 @@ def test_a_drafter_that_cannot_be_built_is_off_until_a_rebuild_succeeds() -> Non
     assert all(c.provenance is not None and c.provenance.drafted == 0 for c in done.values())
     engine.rebuild_drafter(drafter.name)
     assert [d.name for d in engine.traits.drafters] == [drafter.name]
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort"])
+def test_an_update_leaves_no_text_begun_under_old_weights_in_the_line(mode: InFlight) -> None:
+    """Neither of a sequence that lost its pages, nor of one that another engine began."""
+    engine = _engine(tiny_policy(), max_batch=1)
+    fresh, begun, preempted = requests_for(vocab=48, prompts=3, params=PARAMS)
+    engine.add(preempted)
+    done = [*_rounds(engine, 4)]
+    engine.sleep()
+    engine.wake()
+    engine.add(fresh)
+    engine.add(replace(begun, prefix_ids=(5, 6, 7)), resumed=True)
+    assert engine.running == 2
+    new = tiny_policy(seed=1)
+    engine.begin_update(manifest(new.state, 1), in_flight=mode)
+    engine.stage(new.state.items())
+    engine.check_update()
+    while mode == "drain" and engine.running:
+        done += _rounds(engine, 1)
+    done += engine.settle_running()
+    engine.commit_update()
+    assert {c.prompt_uid for c in done} == {begun.prompt_uid, preempted.prompt_uid}
+    assert {c.finish_reason for c in done} == {"length" if mode == "drain" else "aborted"}
+    while engine.busy:
+        done += _rounds(engine, 1)
+    assert {t.policy_version for c in done[:2] for t in c.tokens} == {0}
+    assert {t.policy_version for t in done[2].tokens} == {1}
+
+
+def _rounds(engine: NativeEngine, count: int) -> Iterator[Completion]:
+    for _ in range(count):
+        yield from engine.run_round(ar_plan(engine.load())).completions

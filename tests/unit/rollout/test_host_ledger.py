@@ -6,8 +6,9 @@ import pytest
 
 from rollout.engine.protocol import Emission
 from rollout.errors import AbortedError, DuplicateRequestError, EngineCrashError, HostLostError
-from rollout.service.ledger import Identity, Ledger
+from rollout.service.ledger import Ledger
 from rollout.service.live import failed_completion
+from rollout.service.records import Identity
 from rollout.service.routing import HostLoad, choose_host
 from rollout.testing_engine import scripted_requests
 from rollout.types import TokenRecord
@@ -149,6 +150,28 @@ def test_after_an_update_an_unseen_sample_starts_again_and_a_seen_one_fails(stre
     ledger.emission("host-0.1", emission(second, 0, 8))
     ledger.completion("host-0.1", completion(second))
     assert sink.endings[0].token_ids == (8,)
+
+
+def test_tokens_newer_than_their_host_had_told_are_never_continued_under_older_weights():
+    ledger, _, sample, first = opened()
+    ledger.emission("host-0", replace(emission(first, 0), tokens=(record(5, version=4),)))
+    ledger.lost("host-0", HERE)
+    second = ledger.send(sample, "host-1", HERE, now_s=102.0, allow_other=False)
+    assert (second.prefix_ids, sample.records) == ((), [])
+
+
+def test_a_send_that_is_handed_back_was_no_attempt_and_a_later_one_is_not_touched_by_it():
+    newer = Identity(policy_version=4, fingerprint="c")
+    ledger, _, sample, first = opened()
+    ledger.emission("host-0", emission(first, 0, 5))
+    ledger.lost("host-0", HERE)
+    second = ledger.send(sample, "host-1", HERE, now_s=102.0, allow_other=False)
+    assert ledger.handed_back([second]) == [sample]
+    assert (sample.host, sample.sent) == (None, 1)
+    third = ledger.send(sample, "host-1", newer, now_s=102.0, allow_other=False)
+    assert third.prefix_ids == ()
+    assert ledger.handed_back([second]) == []
+    assert sample.host == "host-1"
 
 
 def test_a_retry_has_only_the_time_that_is_left():

@@ -9,6 +9,7 @@ from controller.watchdog import WatchdogAction
 from rollout.errors import EngineCrashError, UnsupportedError, WeightUpdateError
 from rollout.policy.weights import manifest
 from rollout.service.loop import EngineLoop, next_turn
+from rollout.service.records import Identity
 from rollout.testing_engine import ECHO, Faults, ScriptedSpec, scripted_requests, scripted_weights
 
 
@@ -55,12 +56,11 @@ def load(*, sequences=0, prefill=0, waiting=0):
 
 
 def test_a_turn_is_decided_from_the_load_alone():
-    def decide(*, halted=False, admitting=True, **what):
-        return next_turn(load(**what), halted=halted, admitting=admitting)
+    def decide(*, admitting=True, **what):
+        return next_turn(load(**what), admitting=admitting)
 
     assert decide(sequences=1) == "round"
     assert decide(prefill=4) == "round"
-    assert decide(sequences=1, halted=True) == "wait"
     assert decide(waiting=2, admitting=False) == "wait"
     assert decide(waiting=2) == "stuck"
     assert decide() == "wait"
@@ -256,6 +256,105 @@ def test_a_drain_of_a_paused_engine_is_refused_instead_of_waited_for():
     begin(driven, scripted_weights(1), 1)
     with pytest.raises(WeightUpdateError, match="resume it first"):
         driven.do(driven.loop.drained())
+
+
+def test_a_halted_engine_admits_nothing_so_an_update_goes_past_what_waits():
+    driven = Driven(ScriptedSpec(can_sleep=True))
+    for halt, resume in ((driven.loop.pause, driven.loop.resume), (driven.loop.sleep, driven.loop.wake)):
+        version = driven.loop.status().policy_version + 1
+        driven.do(halt())
+        driven.do(driven.loop.add(scripted_requests(1, tokens=5, tag=str(version))))
+        driven.turns(2)
+        begin(driven, scripted_weights(version), version)
+        driven.do(driven.loop.drained())
+        assert driven.do(driven.loop.commit_update()) == version
+        driven.do(resume())
+        driven.turns(8)
+        assert {t.policy_version for t in driven.completions[-1].tokens} == {version}
+
+
+def begun_request(driven, *, version=0):
+    """A sample another host began: the request that goes on with it, and what it was begun under."""
+    request = replace(scripted_requests(1, tokens=9, tag="begun")[0], prefix_ids=(1, 2, 3), attempt=7)
+    assert driven.loop.status().policy_version == version
+    fingerprint = driven.loop.status().fingerprint
+    return request, {request.key: Identity(policy_version=version, fingerprint=fingerprint)}
+
+
+def test_a_drain_lets_in_and_waits_for_what_another_host_began_under_the_live_weights():
+    driven = Driven(ScriptedSpec(max_batch=1))
+    driven.do(driven.loop.add(scripted_requests(2, tokens=6)))
+    driven.turns(1)
+    request, begun = begun_request(driven)
+    begin(driven, scripted_weights(1), 1)
+    assert driven.do(driven.loop.add([request], begun=begun)) is None
+    drained = driven.loop.drained()
+    driven.turns(30)
+    assert drained.done()
+    assert [c.prompt_uid for c in driven.completions] == ["p0", "begun0"]
+    driven.do(driven.loop.commit_update())
+    driven.turns(10)
+    assert [{t.policy_version for t in c.tokens} for c in driven.completions] == [{0}, {0}, {1}]
+
+
+def test_a_commit_waits_for_what_came_in_after_the_drain():
+    driven = Driven()
+    begin(driven, scripted_weights(1), 1)
+    driven.do(driven.loop.drained())
+    request, begun = begun_request(driven)
+    driven.do(driven.loop.add([request], begun=begun))
+    committed = driven.loop.commit_update()
+    driven.turns(3)
+    assert not committed.done()
+    driven.turns(10)
+    assert committed.result(timeout=0) == 1
+    assert {t.policy_version for c in driven.completions for t in c.tokens} == {0}
+
+
+def test_a_sample_begun_under_other_weights_is_handed_back_and_nothing_else():
+    driven = Driven()
+    request, begun = begun_request(driven)
+    fresh = scripted_requests(1, tokens=3, tag="fresh")[0]
+    begin(driven, scripted_weights(1), 1)
+    driven.do(driven.loop.commit_update())
+    back = driven.do(driven.loop.add([request, fresh], begun=begun))
+    assert (back.requests, back.identity.policy_version) == ((request,), 1)
+    driven.turns(8)
+    assert [c.prompt_uid for c in driven.completions] == ["fresh0"]
+
+
+def test_an_abort_update_also_ends_a_begun_sample_that_waits():
+    driven = Driven(ScriptedSpec(max_batch=1))
+    driven.do(driven.loop.add(scripted_requests(1, tokens=50)))
+    request, begun = begun_request(driven)
+    driven.do(driven.loop.add([request], begun=begun))
+    begin(driven, scripted_weights(1), 1, mode="abort")
+    driven.do(driven.loop.commit_update())
+    assert [c.finish_reason for c in driven.completions] == ["aborted"] * 2
+
+
+def test_a_drain_is_refused_while_asleep_when_a_begun_sample_waits():
+    driven = Driven(ScriptedSpec(can_sleep=True))
+    driven.do(driven.loop.sleep())
+    request, begun = begun_request(driven)
+    driven.do(driven.loop.add([request], begun=begun))
+    begin(driven, scripted_weights(1), 1)
+    with pytest.raises(WeightUpdateError, match="wake it first"):
+        driven.do(driven.loop.drained())
+
+
+def test_a_request_the_engine_stumbles_over_is_refused_alone():
+    driven = Driven()
+    good, odd = scripted_requests(2, tokens=3)
+    odd = replace(odd, params=None)
+    late = replace(scripted_requests(1, tokens=3, tag="late")[0], deadline_s="soon")
+    driven.do(driven.loop.add([odd, late, good]))
+    driven.turns(6)
+    by_uid = {c.prompt_uid: c for c in driven.completions}
+    assert by_uid["p0"].finish_reason == "length"
+    assert by_uid["p1"].error.startswith("RequestError: AttributeError")
+    assert by_uid["late0"].error.startswith("RequestError: TypeError")
+    assert driven.loop.status().state == "running"
 
 
 def test_an_update_with_other_bytes_than_announced_is_refused():
