@@ -69,6 +69,10 @@ class ClusterError(RolloutError):
     """Ray could not be started or joined; the message says what it answered."""
 
 
+class ServiceGoneError(RolloutError):
+    """The service a client talks to was closed, or its process died."""
+
+
 class ConfigError(RolloutError):
     """A setting is unknown or wrong; the message starts with its full path."""
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any, cast
 
 import ray
@@ -13,7 +12,7 @@ from torch import Tensor
 from controller.types import InFlight
 from rollout.config import ServiceConfig
 from rollout.engine.protocol import Emission
-from rollout.errors import ConfigError, RequestError, RolloutError
+from rollout.errors import ConfigError, RequestError, RolloutError, ServiceGoneError
 from rollout.fields import count, items, shown, token_ids, whole
 from rollout.policy.weights import manifest
 from rollout.seeds import sample_seed
@@ -22,12 +21,15 @@ from rollout.service.actors import NAMESPACE, create_service, plain_error
 from rollout.service.door import default_uid, prompt_uid, sampling_params
 from rollout.service.factory import HostSpec
 from rollout.service.live import Key
+from rollout.service.naming import uid_of
 from rollout.service.payload import pack
 from rollout.service.records import RoundRecord, ServiceHealth
 from rollout.service.service import RolloutService
 from rollout.types import Completion, Request, SamplingParams
 
 log = logging.getLogger(__name__)
+
+_GONE = "the rollout service was closed or its process died; start another, or connect to one that runs"
 
 
 class RolloutClient:
@@ -70,7 +72,11 @@ class RolloutClient:
     # ---- generation -------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[Completion]:
-        """Return one completion per request, in order, each ended exactly once. A bad one fails alone."""
+        """Return one completion per request, in order, each ended exactly once. A bad one fails alone.
+
+        A mapping without ``prompt_uid`` is named by its prompt (``naming.Namer``). A process that is killed
+        in this call leaves its requests running to their ends, for nobody; an exception here aborts them.
+        """
         return cast(list[Completion], self._call("generate", "generate", list(requests)))
 
     def sample(
@@ -157,6 +163,8 @@ class RolloutClient:
         except GeneratorExit:
             ray.cancel(references)
             raise
+        except RayActorError as error:
+            raise ServiceGoneError(_GONE) from error
 
     # ---- weights ----------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ class RolloutClient:
             return
         try:
             self._control("close")
-        except (RayActorError, RolloutError) as error:
+        except RolloutError as error:
             log.warning("the service was not there to be closed: %s", error)
         ray.kill(self._service)
 
@@ -230,12 +238,6 @@ class RolloutClient:
         return _get(getattr(self._service, method).options(concurrency_group=group).remote(*args))
 
 
-def uid_of(prompt: Sequence[int]) -> str:
-    """Return the name of a prompt that has no other: the same ids, the same name, in every step."""
-    text = ",".join(str(int(token)) for token in prompt)
-    return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
 def _get(reference: Any) -> Any:
     try:
         return ray.get(reference)
@@ -244,3 +246,5 @@ def _get(reference: Any) -> Any:
         raise
     except RayTaskError as error:
         raise plain_error(error) from None
+    except RayActorError as error:
+        raise ServiceGoneError(_GONE) from error

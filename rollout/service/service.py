@@ -27,8 +27,9 @@ from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.door import check_item, refused_item
 from rollout.service.factory import HostSpec
-from rollout.service.ledger import Ledger, Sample
+from rollout.service.ledger import Ledger, Sample, Sink
 from rollout.service.live import Key
+from rollout.service.naming import Namer
 from rollout.service.pool import HostPool, Slot
 from rollout.service.records import HostEvents, Identity, RoundRecord, ServiceHealth
 from rollout.service.routing import HostLoad, choose_host
@@ -128,28 +129,47 @@ class ServiceCore:
 
     def _admit(self, items: Sequence[object], sinks: Sequence[Any]) -> list[Sample]:
         """Check items at the door; the good ones are queued, the bad ones end here, each alone."""
+        namer = Namer(lambda key: self._ledger.get(key) is not None)
         opened: list[Sample] = []
-        for index, (item, sink) in enumerate(zip(items, sinks, strict=True)):
-            try:
-                if self._closed:
-                    raise AbortedError("the service is closed")
-                request = check_item(
-                    item, index, context_tokens=self._context_tokens(), run_seed=self._run_seed
-                )
-                self._supersede(request.key, request.attempt)
-                opened.append(self._ledger.open(request, sink, now_s=self._clock()))
-            except RequestError as error:
-                self._counts["refused"] += 1
-                sink.ended(refused_item(item, index, error))
-        self._counts["admitted"] += len(opened)
-        groups: dict[str, list[Sample]] = {}
-        for sample in opened:
-            groups.setdefault(sample.asked.prompt_uid, []).append(sample)
-        self._queue.extend(groups.values())
-        for sample in opened:
-            self._arm_deadline(sample)
-        self._dispatch()
+        try:
+            for index, (item, sink) in enumerate(zip(items, sinks, strict=True)):
+                sample = self._open(item, index, sink, namer)
+                if sample is not None:
+                    opened.append(sample)
+            self._counts["admitted"] += len(opened)
+            groups: dict[str, list[Sample]] = {}
+            for sample in opened:
+                groups.setdefault(sample.asked.prompt_uid, []).append(sample)
+            self._queue.extend(groups.values())
+            for sample in opened:
+                self._arm_deadline(sample)
+            self._dispatch()
+        except BaseException:
+            self._abandon(opened)  # the caller gets the error and would never hear of them
+            raise
         return opened
+
+    def _open(self, item: object, index: int, sink: Sink, namer: Namer) -> Sample | None:
+        """Take an item, or end it; whatever is wrong with it is its own."""
+        try:
+            item = namer.named(item)
+            request = self._checked(item, index)
+            self._supersede(request.key, request.attempt)
+            return self._ledger.open(request, sink, now_s=self._clock())
+        except RequestError as error:
+            refused = error
+        except Exception as error:
+            log.exception("item %d of a call could not be read", index)
+            refused = RequestError(f"{type(error).__name__}: {error}")
+            refused.__cause__ = error
+        self._counts["refused"] += 1
+        sink.ended(refused_item(item, index, refused))
+        return None
+
+    def _checked(self, item: object, index: int) -> Request:
+        if self._closed:
+            raise AbortedError("the service is closed")
+        return check_item(item, index, context_tokens=self._context_tokens(), run_seed=self._run_seed)
 
     def _supersede(self, key: Key, attempt: int) -> None:
         """End an older attempt of the same sample: a retry stands in for it, and its results are late."""

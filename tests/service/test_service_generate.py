@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rollout.engine.protocol import Emission
-from rollout.errors import ConfigError, UnsupportedError
+from rollout.errors import ConfigError, ServiceGoneError, UnsupportedError
 from rollout.service.client import RolloutClient
 from rollout.testing_engine import scripted_requests, scripted_weights
 from rollout.types import Completion, Request, SamplingParams
@@ -131,6 +131,53 @@ def test_prompts_without_names_get_seeds_of_their_own_and_the_same_ones_again(tw
     assert len(set(ids_of(first))) == 6
     assert ids_of(two_hosts.sample(prompts, params, n=2)) == ids_of(first)
     assert ids_of(two_hosts.sample(prompts, params, n=2, trainer_step=1)) != ids_of(first)
+
+
+def test_unnamed_prompts_of_calls_at_once_are_samples_of_their_own_and_repeat_when_asked_again(
+    slow_host, wait_until
+):
+    params = {"max_tokens": 40, "ignore_eos": True}
+    batch = [{"prompt_ids": [5 + k, 6], "params": params} for k in (0, 1, 0)]
+    alone, again = slow_host.generate(batch), slow_host.generate(batch)
+    assert ids_of(again) == ids_of(alone)
+    seeds = {c.provenance.seed for c in alone}
+    assert len(seeds) == 3, "neither other prompts nor equal ones share noise"
+    answers = [[], []]
+    calls = [threading.Thread(target=lambda a=a: a.extend(slow_host.generate(batch))) for a in answers]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join(30)
+    both = [c for answer in answers for c in answer]
+    assert {c.finish_reason for c in both} == {"length"}
+    assert len({(c.prompt_uid, c.sample_index) for c in both}) == 6
+    assert ids_of(slow_host.generate(batch)) == ids_of(alone)
+
+
+class Unreadable(dict):
+    """An item that raises something of its own when it is looked at."""
+
+    def __contains__(self, name):
+        raise ZeroDivisionError("not today")
+
+
+def test_an_item_that_cannot_even_be_read_fails_alone_and_leaves_nothing_alive(two_hosts):
+    before, after = scripted_requests(2, tokens=5, tag="around")
+    completions = two_hosts.generate([before, Unreadable(prompt_ids=[1]), after])
+    assert [c.finish_reason for c in completions] == ["length", "failed", "length"]
+    assert completions[1].error == "RequestError: ZeroDivisionError: not today"
+    assert two_hosts.stats()["service/live"] == 0
+
+
+def test_a_closed_service_says_so_by_type(start):
+    client = start()
+    client.close()
+    for ask in (client.stats, lambda: client.generate(scripted_requests(1))):
+        with pytest.raises(ServiceGoneError, match="closed or its process died"):
+            ask()
+    with pytest.raises(ServiceGoneError):
+        next(client.stream(scripted_requests(1)))
+    client.close()
 
 
 def test_a_numeric_failure_concerns_its_request_alone(two_hosts, odd_host):
