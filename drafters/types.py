@@ -128,7 +128,7 @@ class PolicyView(Protocol):
 class Drafter(Protocol):
     """Anything that can propose tokens. It can only cost time.
 
-    Whatever a call raises, or answers that makes no sense, counts as a failure; ``DraftError`` is a foreseen one.
+    Whatever a call raises, or answers that makes no sense, is a failure; ``DraftError`` is a foreseen one.
     """
 
     name: str

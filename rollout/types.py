@@ -61,7 +61,8 @@ class SamplingParams:
     """Beside the policy's own end-of-sequence ids."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings: ids keep the token that completes one, text is cut before it. A bare string is one."""
+    """Stop strings: ids keep the token that completes one, text is cut before it. A bare string is one.
+    One complete before ``min_tokens`` neither stops nor cuts."""
 
     ignore_eos: bool = False
     """Neither stops at nor bans the policy's end-of-sequence ids."""
@@ -267,7 +268,7 @@ class Completion:
     attempt: int
     tokens: tuple[TokenRecord, ...]
     text: str | None
-    """Decoded without special tokens and cut before a stop string; None where no tokenizer is known."""
+    """Without special tokens and cut before a stop string that ended it; None without a tokenizer."""
 
     finish_reason: FinishReason
     error: str | None

@@ -4,14 +4,19 @@ Plain decoding and every kind of verification hand their tokens over one by one,
 strings, limits, penalties, logprobs and counters cannot tell how a token was found.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Choice
 from rollout.types import FinishReason, Origin, TokenRecord
 
-_TOKENS_PER_CHARACTER = 4
-"""A character takes at most four byte-level tokens, so this many per stop character always cover it."""
+_MARGIN_CHARACTERS = 4
+"""Text kept before the longest match a window may hold: its first characters can read otherwise than in the
+whole text, where a tokenizer drops a leading space or rewrites spaces before punctuation."""
+
+_UNREADABLE = "\ufffd"
+"""How bytes read that are no whole character."""
 
 
 class Detokenizer(Protocol):
@@ -54,29 +59,59 @@ def commit_token(
 def _finish_reason(
     sequence: LiveSequence, token: int, detokenizer: Detokenizer | None
 ) -> FinishReason | None:
+    params = sequence.params
+    if params.stop and sequence.new_tokens >= params.min_tokens:
+        assert detokenizer is not None, "stop strings are refused at the door without a tokenizer"
+        sequence.text_end = _stop_string_start(sequence, detokenizer)
+        if sequence.text_end is not None:
+            return "stop"
     if token in sequence.stop_ids or token in sequence.eos_ids:
-        return "stop"
-    past_minimum = sequence.new_tokens >= sequence.params.min_tokens
-    if sequence.params.stop and past_minimum and _completes_stop_string(sequence, detokenizer):
         return "stop"
     if sequence.remaining_tokens <= 0:
         return "length"
     return None
 
 
-def _completes_stop_string(sequence: LiveSequence, detokenizer: Detokenizer | None) -> bool:
-    assert detokenizer is not None, "stop strings are refused at the door without a tokenizer"
+def _stop_string_start(sequence: LiveSequence, detokenizer: Detokenizer) -> int | None:
+    """Return where in the text a stop string starts that the last token completed, or None.
+
+    Decides as decoding all new tokens after each one would, from as few of them as can tell: the settled text
+    of a window must hold any match, and must begin where a character does.
+    """
     stops = sequence.params.stop
-    window = _TOKENS_PER_CHARACTER * (max(map(len, stops)) + 1)
-    recent = sequence.tokens[max(sequence.prompt_tokens, len(sequence.tokens) - window) :]
-    text = detokenizer.decode(recent, skip_special_tokens=True)
-    return any(stop in text for stop in stops)
+    needed = max(map(len, stops)) + _MARGIN_CHARACTERS
+    new_ids = sequence.tokens[sequence.prompt_tokens :]
+    window = needed
+    while window < len(new_ids):
+        settled, text = _settled(new_ids[-window:], detokenizer)
+        if settled >= needed and not text.startswith(_UNREADABLE):
+            if _completed(text, settled, stops) is None:
+                return None
+            break
+        window *= 2
+    settled, text = _settled(new_ids, detokenizer)
+    return _completed(text, settled, stops)
+
+
+def _settled(token_ids: list[int], detokenizer: Detokenizer) -> tuple[int, str]:
+    """Return how many characters stood before the last token and still do, and the text with it."""
+    before = detokenizer.decode(token_ids[:-1], skip_special_tokens=True)
+    text = detokenizer.decode(token_ids, skip_special_tokens=True)
+    # A token may also change what stood there: the half of a character before it becomes a whole one.
+    pairs = enumerate(zip(before, text, strict=False))
+    settled = next((at for at, (old, new) in pairs if old != new), min(len(before), len(text)))
+    return settled, text
+
+
+def _completed(text: str, settled: int, stops: Sequence[str]) -> int | None:
+    """Return the first start of a stop string that ends beyond ``settled``, or None."""
+    starts = [at for stop in stops if (at := text.find(stop, max(0, settled - len(stop) + 1))) >= 0]
+    return min(starts, default=None)
 
 
 def final_text(sequence: LiveSequence, detokenizer: Detokenizer | None) -> str | None:
-    """Return the text of the new tokens, cut before the first stop string; None without a tokenizer."""
+    """Return the new tokens' text, cut before the stop string that ended it; None without a tokenizer."""
     if detokenizer is None:
         return None
     text = detokenizer.decode(sequence.tokens[sequence.prompt_tokens :], skip_special_tokens=True)
-    cuts = [at for stop in sequence.params.stop if (at := text.find(stop)) >= 0]
-    return text[: min(cuts)] if cuts else text
+    return text[: sequence.text_end]
