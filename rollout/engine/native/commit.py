@@ -76,7 +76,8 @@ def _stop_string_start(sequence: LiveSequence, detokenizer: Detokenizer) -> int 
     """Return where in the text a stop string starts that the last token completed, or None.
 
     Decides as decoding all new tokens after each one would, from as few of them as can tell: the settled text
-    of a window must hold any match, and must begin where a character does.
+    of a window must hold any match, and must begin where a character does: there are tokenizers to which one
+    broken character makes all bytes beside it unreadable.
     """
     stops = sequence.params.stop
     needed = max(map(len, stops)) + _MARGIN_CHARACTERS

@@ -158,6 +158,20 @@ def test_stopping_and_cutting_equal_whole_decoding_with_the_embedded_tokenizer()
     assert _mismatches(tokenizer, _cases(tokenizer, 600)) == []
 
 
+def test_a_stop_string_is_found_where_one_broken_character_hides_all_bytes_beside_it() -> None:
+    core = Tokenizer(models.WordLevel({f"<0x{byte:02X}>": byte for byte in range(256)}, unk_token="<0x00>"))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert _decode(tokenizer, list("\u4f60\u4f60".encode()[1:])) == "\ufffd" * 5
+    rng = random.Random(1)
+    for _ in range(200):
+        text = "".join(rng.choices(f"\u00e9\u4f60\u597d{EMOJI}", k=40))
+        at = rng.randrange(20, 37)
+        params = SamplingParams(stop=(text[at : at + rng.randrange(1, 5)],), ignore_eos=True)
+        ids = list(text.encode())
+        assert _committed(tokenizer, ids, params) == _by_whole_decoding(tokenizer, ids, params)
+
+
 def test_a_stop_string_is_found_across_any_number_of_special_tokens() -> None:
     tokenizer = char_tokenizer(48)
     a, b = (tokenizer.convert_tokens_to_ids(c) for c in "ab")
