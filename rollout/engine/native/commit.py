@@ -75,14 +75,14 @@ def _finish_reason(
 def _stop_string_start(sequence: LiveSequence, detokenizer: Detokenizer) -> int | None:
     """Return where in the text a stop string starts that the last token completed, or None.
 
-    Decides as decoding all new tokens after each one would, from as few of them as can tell: the settled text
-    of a window must hold any match, and must begin where a character does: there are tokenizers to which one
-    broken character makes all bytes beside it unreadable.
+    Decides as decoding all new tokens after each one would, but from as few of them as can tell. The settled
+    text of that window must have room for any match, and must begin where a character does, because some
+    tokenizers make all bytes beside a broken character unreadable.
     """
     stops = sequence.params.stop
     needed = max(map(len, stops)) + _MARGIN_CHARACTERS
     new_ids = sequence.tokens[sequence.prompt_tokens :]
-    window = needed
+    window = 2 * needed  # usually enough: few tokens carry less than a character
     while window < len(new_ids):
         settled, text = _settled(new_ids[-window:], detokenizer)
         if settled >= needed and not text.startswith(_UNREADABLE):

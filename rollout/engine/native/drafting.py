@@ -108,7 +108,7 @@ class Drafting:
     def rebuild(self, name: str) -> None:
         """Rebuild one drafter now and give it another chance."""
         slot = self.slots[name]
-        slot.enabled, slot.failures_in_a_row = True, 0
+        slot.enabled, slot.failures_in_a_row, slot.last_error = True, 0, ""
         self._rebuild(slot)
 
     def _rebuild(self, slot: DrafterSlot) -> None:
