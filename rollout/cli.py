@@ -104,6 +104,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
     assert_own_packages()  # before anything is imported from the packages it is about
     from rollout.jobs.compose import compose_job
     from rollout.jobs.door import check_trainer
+    from rollout.policy.place import check_source
     from rollout.run_folder import open_run_folder, save_config
     from rollout.settings import to_plain
 
@@ -120,6 +121,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
         return OK
     _configure_logging()
     if COMMANDS[command].own_folder:
+        check_source(job.policy)
         folder = open_run_folder(command, output_dir=job.output_dir, run_id=job.run_id)
         job = dataclasses.replace(job, output_dir=str(folder.path), run_id=folder.run_id)
         save_config(folder, to_plain(job))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rollout.job_config import JobConfig
 from rollout.jobs.door import bridge
+from rollout.policy.place import resolve
 from rollout.progress import Progress
 from rollout.settings import to_plain
 from rollout.tracking.opening import RunIdentity, open_tracker
@@ -17,11 +18,13 @@ log = logging.getLogger(__name__)
 def main(job: JobConfig) -> int:
     """Serve the policy, let the trainer named by ``trainer.kind`` train it, and return its verdict.
 
-    The trainer's module is found before anything is started, so that a missing package costs no waiting.
+    The policy is found first, for it takes the least time to refuse, and the trainer's module before anything
+    is started.
     """
+    with Progress(f"policy {job.policy.source}"):
+        resolve(job.policy)  # once here, so that hosts starting together find it made
     with Progress(f"loading the trainer bridge {job.trainer.get('kind')}"):
         trainer = bridge(job)
-    from rollout.policy.source import resolve
     from rollout.service.client import RolloutClient
     from rollout.service.factory import EngineSpec
 
@@ -31,8 +34,6 @@ def main(job: JobConfig) -> int:
     run = RunIdentity(folder=Path(job.output_dir), run_id=job.run_id, settings=to_plain(job))
     tracker = open_tracker(job.tracker, run)
     try:
-        with Progress(f"policy {job.policy.source}"):
-            resolve(job.policy)  # once here, so that hosts starting together find it made
         started_s = time.monotonic()
         with Progress(f"starting {job.service.hosts} host(s)"):
             client = RolloutClient.start(spec, job.service, run_seed=job.seed)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig, VerifyConfig
+from rollout.policy.place import resolve
 from rollout.progress import Progress, say
 from rollout.proof.finding import Finding
 from rollout.settings import to_plain
@@ -27,6 +28,9 @@ HOST_START_S = 45.0
 def main(job: JobConfig) -> int:
     """Run the proof's parts and return 0 when every check passed, else 1."""
     settings = _cut(job.verify) if job.verify.cut else job.verify
+    if "equality" in settings.parts:
+        with Progress(f"policy {job.policy.source}"):
+            resolve(job.policy)  # needed last, refused first
     proof = _Proof(job=job, settings=settings)
     parts = {
         "law": proof.law,

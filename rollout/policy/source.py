@@ -1,12 +1,10 @@
-"""Where a policy comes from: the embedded one, a local folder or a hub id, all as one kind of folder.
+"""A policy out of its folder: a Hugging Face config, safetensors and (where there is one) a tokenizer.
 
-A folder holds a Hugging Face config, safetensors and (where there is one) a tokenizer. What is read
-from it is checked against what the engine computes before anything runs.
+What is read is checked against what the engine computes before anything runs.
 """
 
 import json
 import logging
-import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rollout.config import PolicyConfig
-from rollout.errors import ConfigError, UnsupportedError
-from rollout.policy.embedded import embedded_folder
+from rollout.errors import UnsupportedError
 from rollout.policy.families import eos_ids_of, load_spec
 from rollout.policy.offgrid import offgrid
+from rollout.policy.place import resolve, weight_files
 from rollout.policy.spec import ModelSpec
 from rollout.policy.weights import EMBEDDING, HEAD, checksum, expected_tensors, is_finite
 
@@ -27,13 +25,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-EMBEDDED = "smollm2"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""All that is read of a hub snapshot; weights in other formats stay there."""
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,33 +46,6 @@ class Policy:
     """Of ``state``; two hosts with the same one serve the same weights."""
 
     folder: Path
-
-
-def resolve(config: PolicyConfig) -> Path:
-    """Return the folder of ``policy.source``. Raises ``ConfigError`` when there is none to be had."""
-    source = config.source
-    if source == EMBEDDED:
-        return embedded_folder()
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"policy.source={source!r}: the folder has no config.json")
-        return folder
-    if not HUB_ID.fullmatch(source):
-        raise ConfigError(f"policy.source={source!r} is neither {EMBEDDED!r}, a folder, nor a hub id")
-    return _snapshot(source)
-
-
-def _snapshot(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    log.info("policy: fetching %s from the hub or its cache", hub_id)
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"policy.source={hub_id!r}: no such folder, and the hub answered: {error}"
-        ) from error
 
 
 def load_policy(config: PolicyConfig, *, dtype: torch.dtype = torch.bfloat16) -> Policy:
@@ -176,15 +140,7 @@ def _read_state(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, 
 def _stored_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())
-        files = sorted(set(index["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(f"policy.source: {folder} lacks {', '.join(missing)} (only safetensors are read)")
     stored: dict[str, Tensor] = {}
-    for name in files:
-        stored.update(load_file(folder / name))
+    for file in weight_files(folder):
+        stored.update(load_file(file))
     return stored

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -183,6 +184,29 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_setting(
     (tmp_path / "file").write_text("")
     assert main(["run", f"output_dir={tmp_path}/file/run"]) == MISUSED
     assert "output_dir: cannot write there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "source"),
+    [
+        *((command, "/no/such/policy") for command in ("run", "verify", "bench", "calibrate")),
+        *((command, "some/policy-that-is-nowhere") for command in ("run", "verify")),
+    ],
+)
+def test_a_policy_that_is_nowhere_is_refused_before_anything_heavy_is_loaded(
+    command: str, source: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from rollout.cli import main; verdict = main(sys.argv[1:]); "
+        "sys.exit('imported torch' if 'torch' in sys.modules else verdict)"
+    )
+    words = [sys.executable, "-c", code, command, f"policy.source={source}"]
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == MISUSED, done.stderr
+    assert f"taildraft: {command}: policy.source='{source}'" in done.stderr
+    if source.startswith("/"):
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_report_opens_no_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

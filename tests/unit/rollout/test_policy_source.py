@@ -19,7 +19,8 @@ from rollout.errors import ConfigError, UnsupportedError
 from rollout.policy import embedded
 from rollout.policy.families import rope_tables
 from rollout.policy.offgrid import offgrid
-from rollout.policy.source import load_policy, resolve
+from rollout.policy.place import INDEX, resolve
+from rollout.policy.source import load_policy
 from rollout.policy.weights import checksum
 from rollout.testing import SPECS, save_tiny_folder
 
@@ -118,13 +119,21 @@ def test_sources_that_are_nothing_are_refused_with_their_setting(tmp_path: Path)
         resolve(PolicyConfig(source="no such thing"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve(PolicyConfig(source=str(tmp_path)))
+    with pytest.raises(ConfigError, match="neither 'smollm2', a folder, nor a hub id"):
+        resolve(PolicyConfig(source="~nobody-of-this-name/policy"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"policy\.source: .* lacks model\.safetensors"):
+        resolve(PolicyConfig(source=str(tmp_path)))
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(ConfigError, match=r"policy\.source: .* is no index of weights"):
+        resolve(PolicyConfig(source=str(tmp_path)))
 
 
 RESOLVE = """
 import sys
 from rollout.config import PolicyConfig
 from rollout.errors import ConfigError
-from rollout.policy.source import resolve
+from rollout.policy.place import resolve
 for source in sys.argv[1:]:
     try:
         print(resolve(PolicyConfig(source=source)))
