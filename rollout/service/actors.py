@@ -33,6 +33,9 @@ NAMESPACE = "taildraft"
 CONTROL_SLOTS = 32
 """Control calls in progress at once. One may wait for a drain as long as the longest rollout runs."""
 
+HOLD_SLOTS = 1000
+"""Clients of one service, over its life: each takes one for good. One too many waits, and is served."""
+
 WeightsRef = list[Any]
 """One object-store reference, in a list: Ray resolves bare references before the call, not those in lists."""
 
@@ -143,9 +146,8 @@ def create_service(service: type, spec: HostSpec, config: ServiceConfig, *, run_
 
     The class is handed in because it starts its hosts through this file.
     """
-    remote = ray.remote(concurrency_groups={"generate": config.generate_slots, "control": CONTROL_SLOTS})(
-        service
-    )
+    groups = {"generate": config.generate_slots, "control": CONTROL_SLOTS, "hold": HOLD_SLOTS}
+    remote = ray.remote(concurrency_groups=groups)(service)
     return remote.options(
         name=config.name, namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_task_retries=0
     ).remote(spec, config, run_seed=run_seed)

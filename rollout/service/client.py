@@ -18,6 +18,7 @@ from rollout.policy.weights import manifest
 from rollout.seeds import sample_seed
 from rollout.service import cluster
 from rollout.service.actors import NAMESPACE, create_service, plain_error
+from rollout.service.callers import CallerRef
 from rollout.service.door import default_uid, prompt_uid, sampling_params
 from rollout.service.factory import HostSpec
 from rollout.service.live import Key
@@ -37,6 +38,7 @@ class RolloutClient:
 
     def __init__(self, service: Any, *, run_seed: int = 0, owner: bool = False) -> None:
         self._service, self.run_seed, self._owner = service, run_seed, owner
+        self._caller: CallerRef | None = None
 
     @classmethod
     def start(
@@ -74,10 +76,10 @@ class RolloutClient:
     def generate(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[Completion]:
         """Return one completion per request, in order, each ended exactly once. A bad one fails alone.
 
-        A mapping without ``prompt_uid`` is named by its prompt (``naming.Namer``). A process that is killed
-        in this call leaves its requests running to their ends, for nobody; an exception here aborts them.
+        A mapping without ``prompt_uid`` is named by its prompt (``naming.Namer``). An interrupt aborts what
+        has not ended; so does the death of this process, within seconds.
         """
-        return cast(list[Completion], self._call("generate", "generate", list(requests)))
+        return cast(list[Completion], self._call("generate", "generate", list(requests), self._own()))
 
     def sample(
         self,
@@ -156,7 +158,7 @@ class RolloutClient:
         Closing the iterator early aborts what has not ended.
         """
         method = self._service.generate_stream.options(concurrency_group="generate", num_returns="streaming")
-        references = method.remote(list(requests))
+        references = method.remote(list(requests), self._own())
         try:
             for reference in references:
                 yield from _get(reference)
@@ -230,6 +232,15 @@ class RolloutClient:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_caller": None}  # it stands for this process
+
+    def _own(self) -> CallerRef:
+        """Return what tells the service, by its end, that this process is gone."""
+        if self._caller is None:
+            self._caller = [self._service.hold.options(concurrency_group="hold").remote()]
+        return self._caller
 
     def _control(self, method: str, *args: object) -> Any:
         return self._call("control", method, *args)

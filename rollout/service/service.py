@@ -25,6 +25,7 @@ from rollout.errors import (
 )
 from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
+from rollout.service.callers import CallerRef, Callers
 from rollout.service.door import check_item, refused_item
 from rollout.service.factory import HostSpec
 from rollout.service.ledger import Ledger, Sample, Sink
@@ -425,6 +426,7 @@ class RolloutService:
 
     def __init__(self, spec: HostSpec, config: ServiceConfig, *, run_seed: int) -> None:
         assert_own_packages()
+        self._callers = Callers()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
         self._core: ServiceCore = asyncio.run_coroutine_threadsafe(
@@ -436,18 +438,31 @@ class RolloutService:
         await self._there(self._core.start())
         return await self._there(self._core.health())
 
-    async def generate(self, items: Sequence[object]) -> list[Completion]:
-        """Return one completion per item (``Request`` or mapping), in order, each ended exactly once."""
-        return await self._there(self._core.generate(items))
+    async def hold(self) -> None:
+        """Never return. Whoever calls this owns the reference; see ``callers``."""
+        await asyncio.Event().wait()
 
-    async def generate_stream(self, items: Sequence[object]) -> AsyncIterator[list[StreamItem]]:
+    async def generate(self, items: Sequence[object], caller: CallerRef | None = None) -> list[Completion]:
+        """Return one completion per item (``Request`` or mapping), in order, each ended exactly once."""
+        work = asyncio.run_coroutine_threadsafe(self._core.generate(items), self._loop)
+        with self._callers.watching(caller, work.cancel):
+            return await asyncio.wrap_future(work)
+
+    async def generate_stream(
+        self, items: Sequence[object], caller: CallerRef | None = None
+    ) -> AsyncIterator[list[StreamItem]]:
         """Yield tokens and endings of all items as they come, several at a time."""
         stream, samples = await self._there(_call(self._core.open_stream, items))
-        try:
-            while batch := await self._there(stream.take()):
-                yield batch
-        finally:
+
+        def abandon() -> None:
             self._loop.call_soon_threadsafe(self._core.abandon, samples)
+
+        try:
+            with self._callers.watching(caller, abandon):
+                while batch := await self._there(stream.take()):
+                    yield batch
+        finally:
+            abandon()
 
     async def update_weights(self, manifest: UpdateManifest, weights: list[Any], in_flight: InFlight) -> int:
         """Switch all hosts to new weights, or none; returns the live version."""

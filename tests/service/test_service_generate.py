@@ -276,6 +276,30 @@ def test_a_stream_that_is_closed_early_leaves_nothing_running(slow_host, wait_un
     wait_until(lambda: slow_host.health().hosts[0].loop.live == 0)
 
 
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_a_caller_whose_process_is_killed_leaves_nothing_running(method, slow_host, wait_until):
+    code = (
+        "import sys; from rollout.service.client import RolloutClient;"
+        "from rollout.testing_engine import scripted_requests;"
+        "client = RolloutClient.connect(address=sys.argv[1], name='slow-host');"
+        "client.generate(scripted_requests(1, tokens=2, tag='before'));"
+        "list(getattr(client, sys.argv[2])(scripted_requests(20, tokens=90_000, tag='killed')))"
+    )
+    address = ray.get_runtime_context().gcs_address
+    other = subprocess.Popen([sys.executable, "-c", code, address, method])
+    answer = []
+    call = threading.Thread(target=lambda: answer.extend(slow_host.generate(scripted_requests(1, tokens=20))))
+    try:
+        wait_until(lambda: slow_host.stats()["service/live"] == 20)
+        call.start()
+    finally:
+        other.kill()
+        other.wait()
+    wait_until(lambda: slow_host.stats()["service/live"] <= 1, timeout_s=30)
+    call.join(60)
+    assert [c.finish_reason for c in answer] == ["length"], "who lives is not concerned"
+
+
 def test_a_service_is_found_by_name_also_from_another_process(two_hosts):
     requests = scripted_requests(2, tag="named")
     expected = ids_of(two_hosts.generate(requests))
