@@ -1,30 +1,38 @@
 """Every drafter by name. Adding one: a file, a line here, a YAML, nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from drafters.config import DrafterConfig
-from drafters.types import Drafter
+
+if TYPE_CHECKING:  # it imports torch, and names are checked before anything heavy is loaded
+    from drafters.types import Drafter
 
 
-def _w4(config: DrafterConfig) -> Drafter:
+def _w4(config: DrafterConfig) -> "Drafter":
     from drafters.w4 import W4Drafter
 
     return W4Drafter(config)
 
 
-def _history(config: DrafterConfig) -> Drafter:
+def _history(config: DrafterConfig) -> "Drafter":
     from drafters.history import HistoryDrafter
 
     return HistoryDrafter(config)
 
 
-BUILDERS: dict[str, Callable[[DrafterConfig], Drafter]] = {"w4": _w4, "history": _history}
+BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {"w4": _w4, "history": _history}
 """Builders import what they need, so naming a drafter costs nothing."""
 
 
-def build(name: str, config: DrafterConfig) -> Drafter:
+def build(name: str, config: DrafterConfig) -> "Drafter":
     """Return an unbuilt drafter; ``rebuild`` makes it usable. Raises ``ValueError`` for an unknown name."""
-    builder = BUILDERS.get(name)
-    if builder is None:
-        raise ValueError(f"drafter.names: unknown drafter {name!r}; known: {', '.join(sorted(BUILDERS))}")
-    return builder(config)
+    check_names((name,))
+    return BUILDERS[name](config)
+
+
+def check_names(names: Iterable[str], *, path: str = "drafter.names") -> None:
+    """Raise ``ValueError`` for a name that no drafter has; ``path`` is the setting that gave it."""
+    for name in names:
+        if name not in BUILDERS:
+            raise ValueError(f"{path}: unknown drafter {name!r}; known: {', '.join(sorted(BUILDERS))}")

@@ -102,6 +102,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
     from rollout.guard import assert_own_packages
 
     assert_own_packages()  # before anything is imported from the packages it is about
+    from drafters.registry import check_names
     from rollout.jobs.compose import compose_job
     from rollout.jobs.door import check_trainer
     from rollout.policy.place import check_source
@@ -121,6 +122,11 @@ def _run(command: str, overrides: Sequence[str]) -> int:
         return OK
     _configure_logging()
     if COMMANDS[command].own_folder:
+        try:
+            check_names(job.drafter.names)
+            check_names(job.verify.drafters, path="verify.drafters")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         check_source(job.policy)
         folder = open_run_folder(command, output_dir=job.output_dir, run_id=job.run_id)
         job = dataclasses.replace(job, output_dir=str(folder.path), run_id=folder.run_id)

@@ -209,6 +209,20 @@ def test_a_policy_that_is_nowhere_is_refused_before_anything_heavy_is_loaded(
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("command", "setting"), [("run", "drafter.names"), ("verify", "verify.drafters")])
+def test_a_drafter_that_does_not_exist_is_refused_before_anything_is_started(
+    command: str,
+    setting: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, f"{setting}=[w5]"]) == MISUSED
+    assert f"{setting}: unknown drafter 'w5'; known: history, w4" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_report_opens_no_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == MISUSED  # there is no run
