@@ -88,8 +88,8 @@ def test_a_host_killed_while_drafting_changes_no_token_and_no_logprob(spec, star
     pool.add_completions(ended.values())
     metrics = pool.metrics(wall_s=1.0)
     assert metrics["rollout/tokens"] == sum(len(tokens) for tokens in seen.values())
-    # Rounds of the dead host are missing from the records, so what was delivered is not theirs to tell.
-    assert 0 < metrics["rollout/committed_tokens"] != metrics["rollout/tokens"]
+    # What was delivered is not for the records to tell: the last rounds of the dead host may be missing.
+    assert metrics["rollout/committed_tokens"] > 0
     assert max(c.attempt for c in ended.values()) == 1, "nothing was running on the host that was killed"
     assert sum(c.provenance.accepted for c in ended.values()) > 0
 
