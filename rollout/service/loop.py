@@ -450,7 +450,6 @@ class EngineLoop:
             if not isinstance(error, RolloutError):
                 raise  # as for any command: the engine is in a state nobody knows
         else:
-            self._publish()
             commit.set_result(version)
 
     def _commit_update(self) -> int:
@@ -467,6 +466,7 @@ class EngineLoop:
         self._events.append(policy_changed_record(version))
         self._tell_drafter_versions()
         self._gauges_at_s = float("-inf")  # who waits for the update asks next what building drafters took
+        self._publish()  # and, before that, which weights are live
         return version
 
     def _discard_update(self) -> None:

@@ -233,6 +233,19 @@ def test_gauges_are_fresh_once_an_update_is_committed():
     assert driven.loop.status().gauges["controller/rounds"] == driven.loop.status().rounds > 0
 
 
+@pytest.mark.parametrize("mode", ["drain", "keep"])
+def test_who_waits_for_a_commit_sees_the_new_weights_named_the_moment_it_is_told(mode):
+    """Two hosts are told apart by what this says: an old fingerprint under a new version is a third one."""
+    driven = Driven()
+    begin(driven, scripted_weights(1), 1, mode)
+    told = []
+    committed = driven.loop.commit_update()
+    committed.add_done_callback(lambda _: told.append(driven.loop.status()))
+    driven.turns(2)
+    assert committed.result(timeout=0) == 1
+    assert (told[0].policy_version, told[0].fingerprint) == (1, driven.loop.engine.fingerprint)
+
+
 def test_a_discarded_update_changes_nothing_and_frees_who_waits_for_it():
     driven = Driven()
     driven.do(driven.loop.add(scripted_requests(2)))
