@@ -307,7 +307,10 @@ class AutoController(BaseController):
         return rounds if self._looks[what] >= EARLY_LOOKS else max(1, rounds // EARLY_SHARE)
 
     def _probe(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan | None:
-        """Return ``plan`` with one sequence moved to the drafter unseen for longest; None when not due."""
+        """Return ``plan`` with one sequence moved to a drafter that is due, unseen for longest first.
+
+        None when none is due, or none that is can be afforded.
+        """
         due = [
             name
             for name in view.room_BD
@@ -316,7 +319,16 @@ class AutoController(BaseController):
         ]
         if not due or not (self._traits.gamma_per_sequence or not plan.assignments):
             return None
-        name = min(due, key=lambda d: self._seen_round[d])
+        for name in sorted(due, key=lambda d: self._seen_round[d]):
+            probe = self._probe_of(name, view, plan)
+            loss_s = probe.predicted_s - view.batch.sunk_s - probe.predicted_tokens / best_per_s
+            if self._budget.afford(loss_s, best_per_s):
+                self._seen_round[name] = self._round
+                return probe
+        return None
+
+    def _probe_of(self, name: str, view: _View, plan: RoundPlan) -> RoundPlan:
+        """Return ``plan`` with one sequence moved to drafter ``name``."""
         caps = np.minimum(view.room_BD[name], self._config.probe_gamma)
         # The heaviest sequence stays longest, so what is learnt about it is used longest.
         at = int(np.argmax(np.where(caps > 0, view.batch.worth_B, -1.0)))
@@ -328,18 +340,13 @@ class AutoController(BaseController):
                 tokens -= self._acceptance.expected_accepted(old.drafter, old.gamma, key)
             assignments[key] = self._assignment(name, int(caps[i]))
             tokens += self._acceptance.expected_accepted(name, int(caps[i]), key)
-        probe = RoundPlan(
+        return RoundPlan(
             assignments=assignments,
             reason=f"probe of {name}",
             predicted_s=self._model.predict_round(view.load, assignments).total_s,
             predicted_tokens=tokens,
             probe=True,
         )
-        loss_s = probe.predicted_s - view.batch.sunk_s - probe.predicted_tokens / best_per_s
-        if not self._budget.afford(loss_s, best_per_s):
-            return None
-        self._seen_round[name] = self._round
-        return probe
 
     # Learning.
 
@@ -369,7 +376,10 @@ class AutoController(BaseController):
 
     def _settle(self, facts: RoundFacts, plan: RoundPlan) -> bool:
         """Account for an exploring round; return whether it was so fast that more looks are worth it."""
-        self._budget.settle(facts.total_s, facts.decoded)
+        if facts.prefill_rows:
+            self._budget.let_go()  # its time was a prompt's as well
+        else:
+            self._budget.settle(facts.total_s, facts.decoded)
         # Only speed is a surprise: a stall makes any round long, and nothing makes one short.
         surprised = facts.total_s < (1.0 - SURPRISE_FRAC) * plan.predicted_s
         if surprised:

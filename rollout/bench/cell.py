@@ -15,9 +15,6 @@ from rollout.bench.pairing import PairedRatio, Timed
 from rollout.bench.summary import RoundSummary
 
 HF = "hf"
-WARM_UP_TOKENS = 8
-"""New tokens per row of the run that warms an arm up: its code, its buffers and its weights are touched."""
-
 Note = Callable[[str], None]
 """Hears what runs now."""
 
@@ -60,13 +57,16 @@ class Cell:
         return any(ratio.wants_pairs for ratio in self.ratios)
 
     def prepare(self, note: Note) -> None:
-        """Take the reference text in a full plain run that is not counted, warm up, and run the pilots."""
+        """Take the reference text in a full lockstep that is not counted, and run the pilots.
+
+        It also warms every engine up: code, buffers, weights and all KV that the work needs are touched.
+        """
         note(f"{self.prefix}: reference text")
-        self.guard.check(AR, self.arms.run(self.specs[AR], self.work).texts)
-        short = self.work.shortened(WARM_UP_TOKENS)
-        for spec in self.specs.values():
-            note(f"{self.prefix}{spec.name}: warm-up")
-            self.arms.run(spec, short)
+        runs = self.arms.together(list(self.specs.values()), self.work)
+        self.guard.check(AR, runs[AR].texts)
+        for name, run in runs.items():
+            if name != AR:
+                self.guard.check(name, run.texts)
         if self.tune is not None:
             self.tune(self, note)
         if self.hf is not None:

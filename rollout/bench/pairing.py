@@ -12,7 +12,8 @@ from typing import Literal
 
 SAME_WORK_FRAC = 0.05
 """Two arms that did the same work in times further apart than this ran on two different machines, in effect:
-memory speed moves by 40% within minutes. Their pair is dropped, and counted."""
+memory speed moves by 40% within minutes. Their pair is dropped, and counted. In lockstep both met the same
+machine, so a gap is the arms' own: it is written down, and dropping it would drop pairs by their outcome."""
 
 REFERENCE_SHARE = 0.1
 """Reference forwards only surround the runs. They drop a pair for what could matter to its claim: a change of
@@ -55,9 +56,12 @@ class Gap:
     """Slower over faster, minus 1."""
 
     by: Literal["plain rounds", "lockstep", "reference forward"]
+    """What was compared; ``lockstep``: plain rounds of arms that took turns, zero where too few are shared."""
 
     def too_wide(self, claim: "Claim") -> bool:
         """Whether the pair must be dropped."""
+        if self.by == "lockstep":
+            return False
         most = SAME_WORK_FRAC
         if self.by == "reference forward":
             most = max(most, REFERENCE_SHARE * claim.margin)
@@ -65,8 +69,8 @@ class Gap:
 
 
 def same_work_gap(a: Timed, b: Timed) -> Gap:
-    """Compare plain rounds both arms ran. Where these are too few, rounds in lockstep met the same machine;
-    otherwise the reference forwards around the runs speak.
+    """Compare plain rounds both arms ran; where these are too few and the arms did not run in lockstep, the
+    reference forwards around the runs.
     """
     shared, a_s, b_s = 0, 0.0, 0.0
     for key in a.plain.keys() & b.plain.keys():
@@ -75,10 +79,11 @@ def same_work_gap(a: Timed, b: Timed) -> Gap:
         shared += rounds
         a_s += rounds * a_seconds / a_rounds
         b_s += rounds * b_seconds / b_rounds
-    if shared >= SHARED_ROUNDS:
-        return Gap(frac=_apart(a_s, b_s), by="plain rounds")
+    enough = shared >= SHARED_ROUNDS
     if a.lockstep is not None and a.lockstep == b.lockstep:
-        return Gap(frac=0.0, by="lockstep")
+        return Gap(frac=_apart(a_s, b_s) if enough else 0.0, by="lockstep")
+    if enough:
+        return Gap(frac=_apart(a_s, b_s), by="plain rounds")
     return Gap(frac=_apart(a.pace_s, b.pace_s), by="reference forward")
 
 
