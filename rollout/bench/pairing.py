@@ -56,7 +56,7 @@ class Gap:
     """Slower over faster, minus 1."""
 
     by: Literal["plain rounds", "lockstep", "reference forward"]
-    """What was compared; ``lockstep``: plain rounds of arms that took turns, zero where too few are shared."""
+    """What was compared; ``lockstep``: plain rounds of arms that took turns; zero if they share too few."""
 
     def too_wide(self, claim: "Claim") -> bool:
         """Whether the pair must be dropped."""
