@@ -33,7 +33,7 @@ from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.scheduler import Scheduler
-from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
@@ -275,14 +275,15 @@ class NativeEngine:
         """Do to sequences under way what the open update's mode asks, before it is committed.
 
         ``abort`` ends them (returned), ``recompute`` sends them back to prefill, ``keep`` leaves their KV:
-        their later tokens attend to keys of two versions, and each token's version says so.
+        their later tokens attend to keys of two versions, and each token's version says so. What is still in
+        prefill begins it again also with ``keep``: pages it shares would be of two versions, unlabelled.
         """
         self._open_stage()
         if self._update_mode == "abort":
             error = AbortedError("ended by a weight update with in_flight=abort")
             return [self._committer.end(s, "aborted", error) for s in self._scheduler.under_way]
-        if self._update_mode == "recompute":
-            for sequence in reversed(list(self._scheduler.running.values())):
+        for sequence in reversed(list(self._scheduler.running.values())):
+            if self._update_mode == "recompute" or sequence.phase is Phase.PREFILL:
                 self._scheduler.preempt(sequence)
         return []
 

@@ -59,7 +59,7 @@ class Scheduler:
 
     @property
     def under_way(self) -> list[LiveSequence]:
-        """Sequences whose text has begun under the live weights, preempted and resumed ones included."""
+        """Sequences whose text has begun, preempted and resumed ones included."""
         return [*self.running.values(), *(s for s in self.waiting if s.under_way)]
 
     def decoding(self) -> list[LiveSequence]:
@@ -92,7 +92,7 @@ class Scheduler:
 
     def _start(self, sequence: LiveSequence, version: int, now_s: float) -> bool:
         shared = self.prefix.match(version, sequence.tokens) if self.prefix_cache else []
-        sequence.pages = shared
+        sequence.pages, sequence.kv_version = shared, version
         sequence.frontier = len(shared) * PAGE_TOKENS
         need = pages_for(len(sequence.tokens) + 1) - len(shared)
         running_alone = not self.running
@@ -155,8 +155,11 @@ class Scheduler:
         return out
 
     def publish(self, sequence: LiveSequence, version: int) -> None:
-        """Make the prompt's full pages known to others. Call after the forward that finished them."""
-        if self.prefix_cache:
+        """Make the prompt's full pages known to others. Call after the forward that finished them.
+
+        Pages begun under another version are never shared: not all they hold is of ``version``.
+        """
+        if self.prefix_cache and sequence.kv_version == version:
             written = min(sequence.prompt_tokens, sequence.frontier)
             self.prefix.publish(version, sequence.tokens[:written], sequence.pages)
 

@@ -40,6 +40,9 @@ class LiveSequence:
     phase: Phase = Phase.WAITING
     frontier: int = 0
     pages: list[int] = field(default_factory=list)
+    kv_version: int | None = None
+    """Policy version its pages were begun under; after ``keep`` they also hold KV of later ones."""
+
     slot: int = -1
     """Row of the page table; -1 while it holds none."""
 
@@ -55,7 +58,7 @@ class LiveSequence:
     verified_rows: int = 0
     preemptions: int = 0
     resumed: bool = False
-    """Whether its prefix was made under the live weights, elsewhere."""
+    """Whether its text was begun elsewhere, under the weights live when it came."""
 
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -67,7 +70,7 @@ class LiveSequence:
 
     @property
     def under_way(self) -> bool:
-        """Whether its text has begun under the live weights: an update must not just let it wait."""
+        """Whether its text has begun: an update must not just let it wait."""
         return self.resumed or self.admitted_s is not None
 
     @property

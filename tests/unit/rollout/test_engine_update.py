@@ -198,6 +198,37 @@ def test_an_update_leaves_no_text_begun_under_old_weights_in_the_line(mode: InFl
     assert {t.policy_version for t in done[2].tokens} == {1}
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_prompt_pages_that_samples_share_hold_keys_of_one_version_only(mode: InFlight) -> None:
+    """Old keys of a prompt whose prefill an update falls into reach no sample, then or later."""
+    new = tiny_policy(seed=1)
+    (prompt,) = requests_for(vocab=48, prompts=1, params=PARAMS)
+    prompt = replace(prompt, prompt_ids=tuple(3 + 7 * i % 45 for i in range(60)))
+    samples = [replace(prompt, sample_index=i, seed=i) for i in range(6)]
+    engine = _engine(tiny_policy(), prefill_chunk_tokens=20)
+    (decoding,) = requests_for(vocab=48, prompts=1, seed=3, params=PARAMS, longest_prompt=12)
+    engine.add(replace(decoding, prompt_uid="decoding"))
+    done = [*_rounds(engine, 3)]
+    for sample in samples[:4]:
+        engine.add(sample)
+    done += _rounds(engine, 2)
+    assert engine.load().prefill_tokens == 20, "the leader is in the middle of its prompt, the others wait"
+    engine.begin_update(manifest(new.state, 1), in_flight=mode)
+    engine.stage(new.state.items())
+    engine.check_update()
+    done += engine.settle_running()
+    engine.commit_update()
+    while engine.busy:
+        done += _rounds(engine, 1)
+    hits = engine.gauges()["engine/prefix_hit_tokens"]
+    told = texts({(c.prompt_uid, c.sample_index): c for c in done})
+    told |= texts(run_engine(engine, samples[4:], ar_plan))
+    assert engine.gauges()["engine/prefix_hit_tokens"] > hits > 0, "pages were shared"
+    assert {t.policy_version for c in done if c.prompt_uid == prompt.prompt_uid for t in c.tokens} == {1}
+    only_new = texts(run_engine(_engine(new, prefill_chunk_tokens=20), samples, ar_plan))
+    assert {key: told[key] for key in only_new} == only_new
+
+
 def _rounds(engine: NativeEngine, count: int) -> Iterator[Completion]:
     for _ in range(count):
         yield from engine.run_round(ar_plan(engine.load())).completions
