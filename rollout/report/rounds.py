@@ -2,14 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
 from controller.types import AR
 from rollout.report.journal import Journal, Round
 from rollout.report.panel import MAX_POINTS, Panel, counted, no_data, tints
-from rollout.report.statistics import quantile, wilson
+from rollout.report.statistics import quantile, wilson, wilson_of_blocks
 from rollout.report.svg import QUIET, Axis, Plot, axis_over, colour
 from rollout.tracking.reduce import AcceptanceCounts
 
@@ -60,9 +60,7 @@ def acceptance_over_steps(journal: Journal) -> Panel:
     """Acceptance rate by policy version, each rebuilt drafter marked."""
     title = "Acceptance over trainer steps"
     versions = sorted({r.policy_version for r in journal.rounds})
-    by_version = {
-        v: _counts_by_drafter([r for r in journal.rounds if r.policy_version == v]) for v in versions
-    }
+    by_version = {v: _blocks_by_drafter(r for r in journal.rounds if r.policy_version == v) for v in versions}
     if not any(by_version.values()):
         return no_data(title, "no round drafted a token.")
     plot = Plot(
@@ -83,7 +81,7 @@ def acceptance_over_steps(journal: Journal) -> Panel:
             found = by_version[version].get(name)
             if found is None:
                 continue
-            share = wilson(found.accepted, found.drafted)
+            share = wilson_of_blocks(found)
             points.append((version + shift, share.value))
             plot.whisker(version + shift, share.low, share.high, tint, opacity=0.3)
             what = f"{name}, version {version}: {share.hits} of {share.trials}"
@@ -91,7 +89,11 @@ def acceptance_over_steps(journal: Journal) -> Panel:
         plot.line(points, tint)
         plot.name(name, tint)
     plot.name(f"weight update, drafters rebuilt ({len(rebuilds)})", QUIET)
-    note = "Accepted over drafted tokens, pooled per version, 95% Wilson intervals."
+    note = (
+        "Accepted over drafted tokens, pooled per version. 95% Wilson intervals from the scatter of verified "
+        "blocks: draft tokens of one block are kept or lost together. Blocks of one sequence are taken as "
+        "independent."
+    )
     return Panel(title=title, body=plot.svg(), note=note)
 
 
@@ -198,6 +200,14 @@ def _counts_by_drafter(rounds: Sequence[Round]) -> dict[str, AcceptanceCounts]:
             if outcome.gamma:
                 counts.setdefault(outcome.drafter, AcceptanceCounts()).add(outcome)
     return counts
+
+
+def _blocks_by_drafter(rounds: Iterable[Round]) -> dict[str, list[tuple[int, int]]]:
+    """Return accepted and drafted tokens of every verified block."""
+    blocks: dict[str, list[tuple[int, int]]] = {}
+    for outcome in (o for r in rounds for o in r.outcomes if o.gamma):
+        blocks.setdefault(outcome.drafter, []).append((outcome.accepted, outcome.gamma))
+    return blocks
 
 
 def _thin(rounds: Sequence[Round]) -> list[Sequence[Round]]:

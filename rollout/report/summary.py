@@ -9,7 +9,8 @@ from rollout.report.journal import Journal
 def summary_row(journal: Journal) -> dict[str, str]:
     """Return named facts, the same names for every run; what a run does not know is a dash."""
     tokens = sum(int(c["tokens"]) for c in journal.completions)
-    generate_s = sum(s["generate_s"] for s in journal.steps)
+    # Completions also hold what a resumed run does again; a step stands there once.
+    step_tokens, generate_s = (sum(s[name] for s in journal.steps) for name in ("tokens", "generate_s"))
     drafted = sum(o.gamma for r in journal.rounds for o in r.outcomes)
     accepted = sum(o.accepted for r in journal.rounds for o in r.outcomes)
     return {
@@ -22,7 +23,7 @@ def summary_row(journal: Journal) -> dict[str, str]:
         "rounds": str(len(journal.rounds)),
         "completions": str(len(journal.completions)),
         "new tokens": str(tokens),
-        "tokens/s while generating": f"{tokens / generate_s:.0f}" if generate_s > 0 else "-",
+        "tokens/s while generating": f"{step_tokens / generate_s:.0f}" if generate_s > 0 else "-",
         "draft tokens accepted": f"{accepted} of {drafted} ({accepted / drafted:.0%})"
         if drafted
         else "none drafted",
