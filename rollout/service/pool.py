@@ -20,6 +20,7 @@ from rollout.errors import (
     EngineCrashError,
     FingerprintError,
     RolloutError,
+    UnsupportedError,
     WeightUpdateError,
 )
 from rollout.policy.manifest import UpdateManifest
@@ -100,8 +101,17 @@ class CurrentWeights:
 class HostPool:
     """All hosts of one service."""
 
-    def __init__(self, spec: HostSpec, config: ServiceConfig, listener: PoolListener) -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        config: ServiceConfig,
+        listener: PoolListener,
+        *,
+        new_host: Callable[..., Any] = HostActor,
+    ) -> None:
+        """``new_host`` makes what stands for one host here, as ``HostActor`` does."""
         self._spec, self._config, self._listener = spec, config, listener
+        self._new_host = new_host
         self.slots = [Slot(index=i) for i in range(config.hosts)]
         self._current: CurrentWeights | None = None
         self._weights_lock = asyncio.Lock()
@@ -125,7 +135,7 @@ class HostPool:
 
     @property
     def policy_version(self) -> int:
-        """The version every ready host serves."""
+        """The version every ready host serves, or is just being switched to."""
         if self._current is not None:
             return self._current.manifest.version
         versions = [slot.identity.policy_version for slot in self.slots if slot.identity is not None]
@@ -186,7 +196,7 @@ class HostPool:
         config = self._config
         threads = config.threads_per_host or threads_for(config.hosts, nodes=node_count())
         slot.state, slot.status = "starting", None
-        slot.actor = HostActor(
+        slot.actor = self._new_host(
             self._spec,
             host=slot.host,
             threads=threads,
@@ -286,7 +296,11 @@ class HostPool:
                 await (slot.actor.pause() if paused else slot.actor.resume())
             if asleep != self.asleep:
                 asleep = self.asleep
-                await (slot.actor.sleep() if asleep else slot.actor.wake())
+                try:
+                    await (slot.actor.sleep() if asleep else slot.actor.wake())
+                except UnsupportedError as error:  # no reason to give up a sound host
+                    log.warning("%s cannot sleep, so all are woken: %s", slot.host, error)
+                    await self.set_asleep(False)
 
     def _check_fingerprints(self, newcomer: Slot | None = None) -> None:
         """Raise unless all hosts that serve, and the newcomer, promise the same text for the same seed."""
@@ -355,7 +369,8 @@ class HostPool:
     async def _abort_on(self, slot: Slot, targets: Targets, reason: str) -> int:
         # Submits and aborts go different ways into a host: one that came first would find nothing to end.
         actor, submits = slot.actor, tuple(slot.submits)
-        await asyncio.gather(*submits, return_exceptions=True)
+        if submits:
+            await asyncio.wait(submits)  # not gather: who asked may be cancelled, these are others'
         return cast(int, await actor.abort(targets, reason))
 
     # ---- all hosts --------------------------------------------------------------------------------
@@ -366,14 +381,14 @@ class HostPool:
         await self._each(self.ready, lambda s: s.actor.pause() if paused else s.actor.resume())
 
     async def set_asleep(self, asleep: bool) -> None:
-        """Free or restore every host's KV memory. When one refuses, all are awake again."""
+        """Free or restore the KV memory of every host, and those to come. When one refuses, all are awake."""
+        self.asleep = asleep  # first: a host that opens while the others are asked does as they do
         try:
             await self._each(self.ready, lambda s: s.actor.sleep() if asleep else s.actor.wake())
         except RolloutError:
             if asleep:
-                await self._each(self.ready, lambda s: s.actor.wake())
+                await self.set_asleep(False)
             raise
-        self.asleep = asleep
 
     async def statuses(self) -> dict[str, LoopStatus]:
         """Return a status of every ready host: a fresh one from all that answer at once."""

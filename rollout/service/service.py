@@ -25,6 +25,7 @@ from rollout.errors import (
 )
 from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
+from rollout.service.actors import HostActor
 from rollout.service.callers import CallerRef, Callers
 from rollout.service.door import check_item, refused_item
 from rollout.service.factory import HostSpec
@@ -100,11 +101,12 @@ class ServiceCore:
         *,
         run_seed: int,
         clock: Callable[[], float] = time.monotonic,
+        new_host: Callable[..., Any] = HostActor,
     ) -> None:
         self._config, self._run_seed, self._clock = config, run_seed, clock
         self._ledger = Ledger()
         self._queue: deque[list[Sample]] = deque()
-        self._pool = HostPool(spec, config, self)
+        self._pool = HostPool(spec, config, self, new_host=new_host)
         self._counts: Counter[str] = Counter()
         self._closed = False
 

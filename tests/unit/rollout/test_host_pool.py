@@ -1,0 +1,171 @@
+"""The service and its pool over real hosts on threads of this process: no Ray, and calls held at will."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rollout.config import ServiceConfig
+from rollout.engine.protocol import Emission
+from rollout.policy.weights import manifest
+from rollout.service.actors import HostGoneError
+from rollout.service.host import PolicyHost
+from rollout.service.payload import pack
+from rollout.service.records import HostEvents
+from rollout.service.service import ServiceCore, StreamSink
+from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
+
+CONFIG = ServiceConfig(threads_per_host=1, health_every_s=60.0, flush_s=0.001)
+
+
+class ThreadHost:
+    """Does for a host in this process what ``HostActor`` does for one in another."""
+
+    def __init__(
+        self, hosts: "Hosts", spec: ScriptedSpec, *, host: str, threads: int, flush_s: float
+    ) -> None:
+        self.hosts, self.name = hosts, host
+        self.host = PolicyHost(spec, host=host, threads=threads, flush_s=flush_s)
+        self.gone = asyncio.Event()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def ask(*args: Any) -> Any:
+            if method in ("ready", "status", "close"):
+                args = args[:-1]
+            if method == "prepare_update":
+                args = (*args[:-1], args[-1][0])
+            await self.hosts.passing(self.name, method)
+            return await self._unless_gone(getattr(self.host, method)(*args))
+
+        return ask
+
+    async def events(self) -> AsyncIterator[HostEvents]:
+        source = self.host.events()
+        while True:
+            try:
+                yield await self._unless_gone(anext(source))
+            except StopAsyncIteration:
+                return
+
+    def kill(self) -> None:
+        self.gone.set()
+
+    async def _unless_gone(self, work: Any) -> Any:
+        asked, gone = asyncio.ensure_future(work), asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait([asked, gone], return_when=asyncio.FIRST_COMPLETED)
+            if self.gone.is_set():
+                raise HostGoneError("it was killed")
+            return asked.result()
+        finally:
+            asked.cancel()
+            gone.cancel()
+
+
+class Hosts:
+    """All hosts of one test, and which of their calls are held back."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, ThreadHost] = {}
+        self.held: dict[tuple[str, str], asyncio.Event] = {}
+        self.reached: defaultdict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
+
+    def __call__(self, spec: ScriptedSpec, *, host: str, cpus: float, gpus: float, **how: Any) -> ThreadHost:
+        self.started[host] = ThreadHost(self, spec.for_host(host=host, threads=1), host=host, **how)
+        return self.started[host]
+
+    async def passing(self, host: str, method: str) -> None:
+        self.reached[host, method].set()
+        if (host, method) in self.held:
+            await self.held[host, method].wait()
+
+    @contextmanager
+    def holding(self, host: str, method: str) -> Iterator[asyncio.Event]:
+        """Hold calls back until this is left; the event says that one has come."""
+        self.reached[host, method].clear()
+        self.held[host, method] = asyncio.Event()
+        try:
+            yield self.reached[host, method]
+        finally:
+            self.held.pop((host, method)).set()
+
+
+@asynccontextmanager
+async def serving(
+    spec: ScriptedSpec | None = None, **settings: Any
+) -> AsyncIterator[tuple[ServiceCore, Hosts]]:
+    hosts = Hosts()
+    core = ServiceCore(spec or ScriptedSpec(), replace(CONFIG, **settings), run_seed=0, new_host=hosts)
+    await core.start()
+    try:
+        async with asyncio.timeout(30):
+            yield core, hosts
+    finally:
+        await core.close()
+        for one in hosts.started.values():
+            await one.host.close()
+            await asyncio.to_thread(one.host._thread.join)
+
+
+async def until(what: Callable[[], bool]) -> None:
+    while not what():
+        await asyncio.sleep(0.005)
+
+
+async def state_of(hosts: Hosts, host: str) -> str:
+    return (await hosts.started[host].host.status()).state
+
+
+def ready(core: ServiceCore) -> list[str]:
+    return [slot.host for slot in core._pool.ready]
+
+
+async def test_a_host_that_restarts_while_the_others_are_woken_is_awake_when_it_gets_requests():
+    async with serving(ScriptedSpec(can_sleep=True), hosts=2) as (core, hosts):
+        await core.sleep()
+        with hosts.holding("host-0", "wake") as asked:
+            waking = asyncio.create_task(core.wake())
+            await asked.wait()
+            hosts.started["host-1"].kill()
+            await until(lambda: "host-1.1" in ready(core))
+        await waking
+        assert not core._pool.asleep
+        assert [await state_of(hosts, host) for host in ready(core)] == ["running"] * 2
+        done = await core.generate(scripted_requests(6, tokens=4))
+        assert {c.finish_reason for c in done} == {"length"}
+
+
+async def test_a_host_that_restarts_while_the_others_are_put_to_sleep_sleeps_too():
+    async with serving(ScriptedSpec(can_sleep=True), hosts=2) as (core, hosts):
+        with hosts.holding("host-0", "sleep") as asked:
+            sleeping = asyncio.create_task(core.sleep())
+            await asked.wait()
+            hosts.started["host-1"].kill()
+            await until(lambda: "host-1.1" in ready(core))
+        await sleeping
+        assert [await state_of(hosts, host) for host in ready(core)] == ["asleep"] * 2
+
+
+async def test_a_sleep_that_engines_cannot_costs_no_host_also_not_one_that_restarts():
+    async with serving(hosts=1) as (core, hosts):
+        with hosts.holding("host-0.1", "ready"):
+            hosts.started["host-0"].kill()
+            await until(lambda: not ready(core))
+            await core.sleep()  # nobody is there to refuse
+        await until(lambda: bool(ready(core)))
+        assert (ready(core), core._pool.asleep) == (["host-0.1"], False)
+
+
+async def test_a_caller_that_gives_up_its_abort_takes_nothing_from_others():
+    async with serving() as (core, hosts):
+        with hosts.holding("host-0", "submit") as sent:
+            mine, theirs = scripted_requests(2, tokens=4)
+            answers = asyncio.create_task(core.generate([mine, theirs]))
+            await sent.wait()
+            abort = asyncio.create_task(core.abort([mine.key], "enough"))
+            await asyncio.sleep(0.01)
+            abort.cancel()
+            await asyncio.wait([abort])
+        assert [c.finish_reason for c in await answers][1] == "length"
