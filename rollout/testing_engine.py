@@ -108,6 +108,9 @@ class Faults:
     """The round commits nothing."""
 
     refuse_stage: bool = False
+    crash_stage: bool = False
+    """The engine breaks while weights are staged."""
+
     refuse_commit: bool = False
     other_numerics: bool = False
     """The host computes the same text under another fingerprint."""
@@ -459,6 +462,8 @@ class ScriptedEngine:
             raise WeightUpdateError("no update is open")
         if self._faults.refuse_stage:
             raise WeightUpdateError(f"host {self._spec.host} was told to refuse")
+        if self._faults.crash_stage:
+            raise RuntimeError(f"host {self._spec.host} was told to break")
         import torch
 
         for name, value in tensors:

@@ -204,6 +204,8 @@ class Request:
     params: SamplingParams
     seed: int
     attempt: int = 0
+    """A later one stands in for an earlier one that is still alive."""
+
     prefix_ids: tuple[int, ...] = ()
     """Tokens already committed in an earlier attempt; the same noise continues after them."""
 
@@ -266,6 +268,9 @@ class Completion:
     prompt_uid: str
     sample_index: int
     attempt: int
+    """The request's, and one more for every time it was sent on after its host let go of it. Whoever asks
+    again counts from the request's."""
+
     tokens: tuple[TokenRecord, ...]
     text: str | None
     """Without special tokens and cut before a stop string that ended it; None without a tokenizer."""

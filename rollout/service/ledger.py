@@ -4,7 +4,7 @@ Pure bookkeeping: no Ray, no tasks, no clock of its own.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +28,15 @@ class Sink(Protocol):
     def ended(self, completion: Completion) -> None:
         """Take the ending, with all tokens. Called once."""
         ...
+
+
+@dataclass(kw_only=True, slots=True)
+class AbortNote:
+    """One call's wish to end samples that hosts hold: it holds wherever they move before it is done."""
+
+    reason: str
+    ended: int = 0
+    """How many ended by this note, their host having lost them."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -56,7 +65,14 @@ class Sample:
     """Who holds it; None while it is queued."""
 
     identity: Identity | None = None
-    """Of the host that made the last of ``records``."""
+    """Of the host it was last sent to, as last known: what the last of ``records`` was made under, unless
+    that names a later version or the host is held to have ended it by an update."""
+
+    abort: AbortNote | None = None
+    """Its end was asked for, and its host told."""
+
+    at_end: Callable[[], object] | None = None
+    """Called once it has ended."""
 
     def remaining_tokens(self, context_tokens: int) -> int:
         """Most tokens it may still commit."""
@@ -98,7 +114,7 @@ class Ledger:
         live = self._samples.get(request.key)
         if live is not None:
             raise DuplicateRequestError(
-                f"request {request.key} is alive in attempt {live.request.attempt}; a retry needs a later one"
+                f"request {request.key} is alive in attempt {live.asked.attempt}; a retry needs a later one"
             )
         sample = Sample(asked=request, sink=sink, admitted_s=now_s, request=request)
         self._samples[request.key] = sample
@@ -149,6 +165,8 @@ class Ledger:
         self._leave(sample)
         attempt = sample.request.attempt
         sample.sink.ended(replace(completion, attempt=attempt, tokens=tuple(sample.records)))
+        if sample.at_end is not None:
+            sample.at_end()
 
     def fail(self, sample: Sample, error: Exception) -> None:
         """End a sample as failed."""
@@ -166,12 +184,18 @@ class Ledger:
         """Return the unfinished samples of one host."""
         return [self._samples[key] for key in self._keys_of_host.get(host, ())]
 
-    def lost(self, host: str, identity: Identity | None) -> list[Sample]:
-        """Take all unfinished samples from a dead host; ``identity`` is the last it was known by."""
+    def lost(self, host: str, identity: Identity | None, *, carried_since: int = 0) -> list[Sample]:
+        """Take all unfinished samples from a dead host; ``identity`` is the last it was known by.
+
+        ``carried_since``: version of the last update that carried no text over. Tokens from before it were
+        ended by it on the host, whose word of that is lost: they are not of what it is known by now.
+        """
         samples = self.held_by(host)
         for sample in samples:
             self._leave(sample)
-            sample.identity = identity or sample.identity
+            made_under = sample.records[-1].policy_version if sample.records else carried_since
+            if identity is not None and not made_under < carried_since <= identity.policy_version:
+                sample.identity = identity
         self._keys_of_host.pop(host, None)
         return samples
 

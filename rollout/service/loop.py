@@ -391,7 +391,7 @@ class EngineLoop:
 
     def _begin_update(self, manifest: UpdateManifest, in_flight: InFlight) -> None:
         if self._error is not None:
-            raise WeightUpdateError(f"the engine crashed: {self._error}")
+            raise EngineCrashError(self._error)
         offered = self.engine.traits.in_flight
         if in_flight not in offered:
             raise UnsupportedError(f"in_flight={in_flight!r}: this engine offers {', '.join(offered)}")
@@ -399,6 +399,8 @@ class EngineLoop:
         self._update = _Update(in_flight=in_flight)
 
     def _open_update(self) -> _Update:
+        if self._error is not None:
+            raise EngineCrashError(self._error)  # it closed the update: no word about the weights
         if self._update is None:
             raise WeightUpdateError("no update is open")
         return self._update
@@ -514,7 +516,7 @@ class EngineLoop:
         self._live.fail_all(error if isinstance(error, NoProgressError) else EngineCrashError(self._error))
         update, self._update = self._update, None
         if update is not None:
-            update.fail(WeightUpdateError(f"the engine crashed: {self._error}"))
+            update.fail(EngineCrashError(self._error))
 
     def _tell(self) -> None:
         crashed = self._error if not self._crash_told else None

@@ -46,6 +46,10 @@ FRESH_STATUS_S = 0.5
 """How long a caller of ``health`` or ``stats`` waits for one host's word before its last one is shown."""
 
 
+DISCARD_AGAIN_S = 0.2
+"""While hosts are still preparing a refused update it is discarded again so often."""
+
+
 class PoolListener(Protocol):
     """Whoever has requests on the hosts. Called on the pool's event loop; must not block."""
 
@@ -116,6 +120,9 @@ class HostPool:
         self._current: CurrentWeights | None = None
         self._weights_lock = asyncio.Lock()
         self.paused = self.asleep = False
+        self.carried_since = 0
+        """Version of the last update that carried no text over: it let all end, or ended all."""
+
         self._changed = asyncio.Event()
         self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -357,7 +364,8 @@ class HostPool:
             self._lose(slot, host, f"{type(error).__name__}: {error}")
             return
         if back is not None and slot.state == "ready" and slot.host == host:
-            slot.identity = back.identity  # it switched weights, and its word of that is still on the way
+            if slot.identity is None or back.identity.policy_version > slot.identity.policy_version:
+                slot.identity = back.identity  # it switched weights, its word of that is still on the way
             self._listener.handed_back(host, back.requests)
 
     async def abort(self, targets_of: Mapping[str, Targets], reason: str) -> int:
@@ -435,12 +443,13 @@ class HostPool:
             slots = self.ready
             if not slots:
                 raise WeightUpdateError(f"no host is ready; version {self.policy_version} is current")
-            await self._prepare(slots, manifest, weights, in_flight)
-            prepared = [slot for slot in slots if slot.state == "ready"]
+            prepared = await self._prepare(slots, manifest, weights, in_flight)
             if not prepared:
                 raise WeightUpdateError(f"every host died; version {self.policy_version} is current")
             # From here on the new version is current: a host that fails now is replaced by one that loads it.
             self._current = CurrentWeights(manifest=manifest, weights=weights)
+            if in_flight in ("drain", "abort"):
+                self.carried_since = manifest.version
             await asyncio.gather(*(self._commit(slot, slot.host) for slot in prepared))
             return manifest.version
 
@@ -452,22 +461,35 @@ class HostPool:
 
     async def _prepare(
         self, slots: Sequence[Slot], manifest: UpdateManifest, weights: WeightsRef, in_flight: InFlight
-    ) -> None:
-        tasks = [
-            asyncio.ensure_future(
-                self._each([s], lambda s: s.actor.prepare_update(manifest, in_flight, weights))
-            )
-            for s in slots
-        ]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    ) -> list[Slot]:
+        """Return the slots whose hosts are prepared; raise the first refusal once nothing is left open.
+
+        A host that dies or crashes meanwhile refuses nothing: its successor loads what is current then.
+        """
+
+        async def prepared(slot: Slot) -> bool:
+            try:
+                await slot.actor.prepare_update(manifest, in_flight, weights)
+            except EngineCrashError:
+                return False  # its events say so too, after the endings of what it had
+            return True
+
+        tasks = [asyncio.ensure_future(self._each([slot], prepared)) for slot in slots]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         refusal = next((error for task in done if (error := task.exception()) is not None), None)
         if refusal is None:
-            return
-        # Discarding also ends the waiting of hosts that still drain.
-        await self._each([s for s in slots if s.state == "ready"], lambda s: s.actor.discard_update())
+            good = [all(task.result().values()) for task in tasks]
+            return [s for s, ok in zip(slots, good, strict=True) if ok and s.state == "ready"]
+        # Discarding also ends the waiting of hosts that still drain, and those that only begin to.
+        while pending:
+            await self._discard(slots)
+            _, pending = await asyncio.wait(pending, timeout=DISCARD_AGAIN_S)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._each([s for s in slots if s.state == "ready"], lambda s: s.actor.discard_update())
+        await self._discard(slots)
         raise refusal
+
+    async def _discard(self, slots: Sequence[Slot]) -> None:
+        await self._each([s for s in slots if s.state == "ready"], lambda s: s.actor.discard_update())
 
     async def _commit(self, slot: Slot, host: str) -> None:
         try:

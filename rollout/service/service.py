@@ -29,7 +29,7 @@ from rollout.service.actors import HostActor
 from rollout.service.callers import CallerRef, Callers
 from rollout.service.door import check_item, refused_item
 from rollout.service.factory import HostSpec
-from rollout.service.ledger import Ledger, Sample, Sink
+from rollout.service.ledger import AbortNote, Ledger, Sample, Sink
 from rollout.service.live import Key
 from rollout.service.naming import Namer
 from rollout.service.pool import HostPool, Slot
@@ -177,7 +177,7 @@ class ServiceCore:
     def _supersede(self, key: Key, attempt: int) -> None:
         """End an older attempt of the same sample: a retry stands in for it, and its results are late."""
         old = self._ledger.get(key)
-        if old is not None and attempt > old.request.attempt:
+        if old is not None and attempt > old.asked.attempt:
             self._drop(old, AbortedError(f"attempt {attempt} of {key} stands in for it"))
 
     def _drop(self, sample: Sample, error: Exception, *, failed: bool = False) -> None:
@@ -201,7 +201,8 @@ class ServiceCore:
     def _arm_deadline(self, sample: Sample) -> None:
         """Hosts end what they hold; only a sample still queued when its time is over is ended here."""
         if sample.asked.deadline_s is not None:
-            asyncio.get_running_loop().call_later(sample.asked.deadline_s, self._expire, sample)
+            timer = asyncio.get_running_loop().call_later(sample.asked.deadline_s, self._expire, sample)
+            sample.at_end = timer.cancel
 
     def _expire(self, sample: Sample) -> None:
         if self._ledger.get(sample.asked.key) is sample and sample.host is None:
@@ -310,9 +311,9 @@ class ServiceCore:
 
     def host_lost(self, host: str, identity: Identity | None, reason: str) -> None:
         """Queue again what the host had, under the same seeds, ahead of everything else."""
-        samples = self._ledger.lost(host, identity)
+        samples = self._ledger.lost(host, identity, carried_since=self._pool.carried_since)
         groups: dict[str, list[Sample]] = {}
-        for sample in samples:
+        for sample in self._unaborted(samples):
             deadline_s = sample.asked.deadline_s
             if deadline_s is not None and self._clock() - sample.admitted_s >= deadline_s:
                 self._ledger.abort(sample, DeadlineError(f"{deadline_s} s passed"))
@@ -327,9 +328,18 @@ class ServiceCore:
 
     def handed_back(self, host: str, requests: Sequence[Request]) -> None:
         """Queue again, in front, what a host could not go on with; that was no attempt."""
-        samples = self._ledger.handed_back(requests)
+        samples = self._unaborted(self._ledger.handed_back(requests))
         self._queue.extendleft([sample] for sample in reversed(samples))
         self._dispatch()
+
+    def _unaborted(self, samples: Sequence[Sample]) -> list[Sample]:
+        """End those whose abort was under way when their host let go of them; return the others."""
+        for sample in samples:
+            if sample.abort is not None:
+                sample.abort.ended += 1
+                self._counts["aborted"] += 1
+                self._ledger.abort(sample, AbortedError(sample.abort.reason))
+        return [sample for sample in samples if sample.abort is None]
 
     def hosts_changed(self) -> None:
         """Use a new host, or give up when none is left."""
@@ -345,7 +355,7 @@ class ServiceCore:
     async def abort(self, keys: Sequence[Key] | None, reason: str) -> int:
         """End requests (None: all) and return how many were alive. Their callers get what they have."""
         wanted = self._ledger.keys if keys is None else [(uid, index) for uid, index in keys]
-        queued = 0
+        queued, note = 0, AbortNote(reason=reason)
         by_host: dict[str, dict[Key, int]] = {}
         for key in wanted:
             sample = self._ledger.get(key)
@@ -355,8 +365,10 @@ class ServiceCore:
                 queued += 1
                 self._ledger.abort(sample, AbortedError(reason))
             else:
+                sample.abort = note
                 by_host.setdefault(sample.host, {})[key] = sample.serial
-        return queued + await self._pool.abort(by_host, reason)
+        answered = await self._pool.abort(by_host, reason)
+        return queued + answered + note.ended
 
     async def pause(self) -> None:
         """Return once no host runs a round."""

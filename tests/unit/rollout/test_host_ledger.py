@@ -160,6 +160,24 @@ def test_tokens_newer_than_their_host_had_told_are_never_continued_under_older_w
     assert (second.prefix_ids, sample.records) == ((), [])
 
 
+@pytest.mark.parametrize("carried_since", [0, 4])
+def test_text_that_an_update_ended_is_not_continued_by_the_weights_its_host_had_just_taken(carried_since):
+    newer = Identity(policy_version=4, fingerprint="c")
+    ledger, _, sample, first = opened()
+    ledger.emission("host-0", emission(first, 0, 5))
+    ledger.lost("host-0", newer, carried_since=carried_since)
+    second = ledger.send(sample, "host-1", newer, now_s=102.0, allow_other=False)
+    assert second.prefix_ids == (() if carried_since == 4 else (5,)), "keep and recompute carry it over"
+
+
+def test_tokens_made_since_an_update_are_continued_after_it():
+    newer = Identity(policy_version=4, fingerprint="c")
+    ledger, _, sample, first = opened()
+    ledger.emission("host-0", replace(emission(first, 0), tokens=(record(5, version=4),)))
+    ledger.lost("host-0", newer, carried_since=4)
+    assert ledger.send(sample, "host-1", newer, now_s=102.0, allow_other=False).prefix_ids == (5,)
+
+
 def test_a_send_that_is_handed_back_was_no_attempt_and_a_later_one_is_not_touched_by_it():
     newer = Identity(policy_version=4, fingerprint="c")
     ledger, _, sample, first = opened()

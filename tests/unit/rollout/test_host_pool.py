@@ -1,20 +1,25 @@
 """The service and its pool over real hosts on threads of this process: no Ray, and calls held at will."""
 
 import asyncio
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from controller.types import InFlight
 from rollout.config import ServiceConfig
-from rollout.engine.protocol import Emission
+from rollout.errors import WeightUpdateError
 from rollout.policy.weights import manifest
 from rollout.service.actors import HostGoneError
 from rollout.service.host import PolicyHost
 from rollout.service.payload import pack
 from rollout.service.records import HostEvents
-from rollout.service.service import ServiceCore, StreamSink
+from rollout.service.service import ServiceCore
 from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
 
 CONFIG = ServiceConfig(threads_per_host=1, health_every_s=60.0, flush_s=0.001)
@@ -36,7 +41,7 @@ class ThreadHost:
                 args = args[:-1]
             if method == "prepare_update":
                 args = (*args[:-1], args[-1][0])
-            await self.hosts.passing(self.name, method)
+            await self._unless_gone(self.hosts.passing(self.name, method))
             return await self._unless_gone(getattr(self.host, method)(*args))
 
         return ask
@@ -169,3 +174,102 @@ async def test_a_caller_that_gives_up_its_abort_takes_nothing_from_others():
             abort.cancel()
             await asyncio.wait([abort])
         assert [c.finish_reason for c in await answers][1] == "length"
+
+
+ENDLESS = ScriptedSpec(max_context_tokens=10**9)
+
+
+def endless(prompts: int, **how: Any) -> list[Any]:
+    return [replace(r, params=replace(r.params, max_tokens=None), **how) for r in scripted_requests(prompts)]
+
+
+async def pushed(core: ServiceCore, version: int, *, mode: InFlight = "drain") -> int:
+    state = scripted_weights(version)
+    return await core.update_weights(manifest(state, version), [pack(state)], mode)
+
+
+async def test_an_abort_holds_for_a_sample_whose_host_dies_before_it_has_answered():
+    async with serving(ENDLESS, hosts=2) as (core, hosts):
+        first, second = endless(2)
+        calls = [asyncio.create_task(core.generate([r])) for r in (first, second)]
+        await until(lambda: len(core._ledger.held_by("host-1")) == 1)
+        (lost,) = core._ledger.held_by("host-1")
+        with hosts.holding("host-1", "abort") as asked:
+            abort = asyncio.create_task(core.abort(None, "enough"))
+            await asked.wait()
+            hosts.started["host-1"].kill()
+            assert await abort == 2
+        endings = [ending for call in calls for ending in await call]
+        assert {c.error for c in endings} == {"AbortedError: enough"}
+        assert lost.sent == 1
+
+
+async def test_an_abort_holds_for_a_sample_that_its_host_hands_back():
+    async with serving(hosts=2) as (core, hosts):
+        (request,) = scripted_requests(1)
+        with hosts.holding("host-0", "submit") as asked:
+            call = asyncio.create_task(core.generate([request]))
+            await asked.wait()
+            abort = asyncio.create_task(core.abort([request.key], "enough"))
+            await asyncio.sleep(0)
+            sample = core._ledger.get(request.key)
+            assert sample is not None
+            core.handed_back("host-0", [replace(sample.request, attempt=sample.serial)])
+            assert (await call)[0].error == "AbortedError: enough"
+        await abort
+
+
+async def test_a_sample_that_was_sent_on_is_asked_again_by_its_callers_next_attempt():
+    async with serving(ENDLESS, hosts=2) as (core, hosts):
+        (request,) = endless(1)
+        old = asyncio.create_task(core.generate([request]))
+        await until(lambda: bool(core._ledger.held_by("host-0")))
+        hosts.started["host-0"].kill()
+        await until(lambda: bool(core._ledger.held_by("host-1")))
+        (new,) = await core.generate([replace(scripted_requests(1, tokens=5)[0], attempt=1)])
+        assert (new.finish_reason, new.attempt) == ("length", 1)
+        assert (await old)[0].error == "AbortedError: attempt 1 of ('p0', 0) stands in for it"
+
+
+async def test_what_has_ended_is_forgotten_though_its_deadline_is_far():
+    async with serving() as (core, _):
+        stream, samples = core.open_stream([replace(scripted_requests(1)[0], deadline_s=1e6)])
+        while await stream.take():
+            pass
+        ended = weakref.ref(stream)
+        del stream, samples
+        gc.collect()
+        assert ended() is None
+
+
+async def test_a_host_whose_engine_breaks_while_it_prepares_is_replaced_and_the_others_update():
+    async with serving(ScriptedSpec(faults=Faults(only_host="host-1", crash_stage=True)), hosts=2) as (
+        core,
+        _,
+    ):
+        assert await pushed(core, 1) == 1
+        await until(lambda: ready(core) == ["host-0", "host-1.1"])
+        assert {slot.identity.policy_version for slot in core._pool.slots if slot.identity} == {1}
+
+
+async def test_an_update_that_breaks_every_engine_is_refused():
+    async with serving(ScriptedSpec(faults=Faults(crash_stage=True)), max_restarts=1) as (core, _):
+        with pytest.raises(WeightUpdateError, match="version 0 is current"):
+            await pushed(core, 1)
+        await until(lambda: ready(core) == ["host-0.1"])
+
+
+async def test_a_refusal_is_told_at_once_though_another_host_only_begins_to_drain():
+    spec = replace(ENDLESS, faults=Faults(only_host="host-0", refuse_stage=True))
+    async with serving(spec, hosts=2) as (core, hosts):
+        calls = [asyncio.create_task(core.generate([r])) for r in endless(2)]
+        await until(lambda: bool(core._ledger.held_by("host-1")))
+        with hosts.holding("host-1", "prepare_update") as asked:
+            update = asyncio.create_task(pushed(core, 1))
+            await asked.wait()
+            hosts.reached["host-1", "discard_update"].clear()
+            await hosts.reached["host-1", "discard_update"].wait()
+        with pytest.raises(WeightUpdateError, match="told to refuse"):
+            await update
+        assert await core.abort(None, "enough") == 2
+        await asyncio.wait(calls)
