@@ -9,6 +9,7 @@ calibration wrong by a factor of two, in any of the three ways, is corrected wit
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,17 @@ Floats = NDArray[np.float64]
 LEAST_MAIN_FRAC = 0.2
 """A forward faster than its own overhead still tells the machine is no more than this much faster."""
 
+
+COMMON_EVERY = 8
+"""Forwards of a part after which what its cells have in common is moved to the factor beside them. Rounds fix
+only their product: unheeded, noise would carry the two apart without end, and shapes not seen with one."""
+
+COMMON_SHARE = 0.25
+"""How much of it is moved at once, so that what learns from either sees no jump."""
+
+KNEE_RATIO = 1.25
+"""How far moving and computing must lie apart for a forward of the policy to tell which of them it speaks of.
+Nearer, a change of one shows as the other's, and a drafter would take the difference for its own."""
 
 PAIRED_ROUNDS = 2
 """Observed rounds after which a word of the policy about the machine no longer tells a drafter's apart."""
@@ -63,9 +75,18 @@ class _Part:
         self.context_s = fit.context_factor * shape.flops_per_context_token / fit.flops_per_s
         self.base_s, self.per_row_s = fit.overhead_s, fit.overhead_s_per_row
         self.residuals = ResidualTable(quantile=quantile)
+        self._since_common = 0
         self.own = FactorTracker(quantile=quantile, window=window)
         """How much slower it is than calibrated beside the machine; the policy's is the machine's by
         definition and never moves."""
+
+    def share_common(self, factor: FactorTracker, bound: int | None) -> None:
+        """Move what the cells under a factor have in common to it, now and then and by and by."""
+        self._since_common += 1
+        if self._since_common >= COMMON_EVERY:
+            self._since_common = 0
+            moved = factor.shift(COMMON_SHARE * self.residuals.common(bound))
+            self.residuals.shift(-moved, bound)
 
 
 class CostModel:
@@ -104,6 +125,10 @@ class CostModel:
     def flops_per_s(self) -> float:
         """Of the policy's forwards, as last tracked."""
         return self._machine.flops_per_s / self._rate.slowdown
+
+    def own_slowdown(self, drafter: str) -> float:
+        """How much slower a drafter that runs a model is than calibrated, beside the machine."""
+        return self._parts[drafter].own.slowdown
 
     def runs_model(self, drafter: str) -> bool:
         """Whether drafting with it costs forwards."""
@@ -289,33 +314,29 @@ class CostModel:
         which = int(moved_s * self._bandwidth.slowdown < maths_s * self._rate.slowdown)
         tracker = (self._bandwidth, self._rate)[which]
         slowdown = main_s / (maths_s if which else moved_s)
-        settled = True
-        if name == POLICY:
+        said = self._said_lately(which) if name != POLICY else []
+        factor = part.own if said else tracker
+        # While the machine changes, its parameters are behind, and shapes must not take the blame. Asked
+        # before this forward is heard: a fast one unsettles a low quantile sooner than a slow one, and shapes
+        # would be told of the slow ones only.
+        settled = tracker.settled and factor.settled
+        # A stalled forward of the policy must not make a drafter look fast, nor the fastest of several slow.
+        factor.observe(slowdown / (statistics.median_low(said) if said else part.own.slowdown))
+        bounds_s = sorted((moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown))
+        if name == POLICY and bounds_s[1] > KNEE_RATIO * bounds_s[0]:
             self._said[which].append((self._observed, slowdown))
-            tracker.observe(slowdown)
-        else:
-            settled = self._observe_own(part, which, slowdown)
         heard[which] = True
-        if settled and tracker.settled:
-            # While the machine changes, its parameters are behind, and shapes must not take the blame.
-            bound_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown)
-            main_s = bound_s * part.own.slowdown
-            part.residuals.observe(*shape, math.log(seconds / (main_s + overhead_s)))
+        if settled:
+            main_s = bounds_s[1] * part.own.slowdown
+            part.residuals.observe(*shape, math.log(seconds / (main_s + overhead_s)), bound=which)
+            part.share_common(factor, None if said else which)
 
-    def _observe_own(self, part: _Part, which: int, slowdown: float) -> bool:
-        """Split a drafter's slowdown into the machine's and its own; return whether its own is known.
+    def _said_lately(self, which: int) -> list[float]:
+        """Return what the policy has just said of a parameter: what a drafter says beside it is its own.
 
-        Where the policy has just spoken of the parameter, the difference is the drafter's own. Where it
-        has not, the drafter speaks for the machine.
+        Where the policy has not, the drafter speaks for the machine.
         """
-        tracker = (self._bandwidth, self._rate)[which]
-        said = [slow for at, slow in self._said[which] if self._observed - at <= PAIRED_ROUNDS]
-        if said:
-            # A stalled forward of the policy must not make a drafter look fast.
-            part.own.observe(slowdown / min(said))
-        else:
-            tracker.observe(slowdown / part.own.slowdown)
-        return part.own.settled or not said
+        return [slow for at, slow in self._said[which] if self._observed - at <= PAIRED_ROUNDS]
 
 
 def _sane(facts: RoundFacts) -> bool:

@@ -14,6 +14,9 @@ FACTOR_RANGE = (0.2, 5.0)
 STALE_ROUNDS = 64
 """Rounds without an observation after which a parameter takes one step back to its calibration."""
 
+STALE_KEPT = 0.95
+"""Share of its log that a parameter keeps in such a step: half of it is gone after some 900 rounds."""
+
 NEUTRAL_OBSERVATIONS = 3
 """Observations at the calibration a fresh window starts with: one stall must not define the machine."""
 
@@ -95,9 +98,25 @@ class FactorTracker:
     def idle(self) -> None:
         """Hear that a round told nothing; an old observation fades towards the calibration."""
         self._idle_rounds += 1
-        if self._idle_rounds >= STALE_ROUNDS:
-            self._idle_rounds = 0
-            self._push(0.0)
+        if self._idle_rounds < STALE_ROUNDS:
+            return
+        self._idle_rounds = 0
+        # Neutral observations instead would do nothing for long, then all at once, and then stand in the
+        # way of what is heard next. A window that was not heard for long gives way like a fresh one.
+        if len(self._window) > NEUTRAL_OBSERVATIONS:
+            self._window.popleft()
+        self._replace([STALE_KEPT * value for value in self._window])
+
+    def shift(self, log_factor: float) -> float:
+        """Believe all that was heard to have been this much slower; return by how much that moved it."""
+        before = self.slowdown
+        low, high = map(math.log, FACTOR_RANGE)
+        self._replace([min(high, max(low, value + log_factor)) for value in self._window])
+        return math.log(self.slowdown / before)
+
+    def _replace(self, window: list[float]) -> None:
+        self._window = deque(window, maxlen=self._window.maxlen)
+        self.slowdown = math.exp(self._level(sorted(window)))
 
     def _push(self, log_slowdown: float) -> None:
         self._window.append(log_slowdown)
@@ -137,13 +156,17 @@ class ResidualTable:
         self._bias = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
         self._count = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
         self._latest: dict[tuple[int, int], deque[float]] = {}
+        self._bound = np.zeros((ROW_BUCKETS, ROW_BUCKETS), dtype=np.intp)
         self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
         self._by_row: dict[int, Floats] = {}
 
-    def observe(self, rows: int, sequences: int, log_error: float) -> None:
-        """Take the log of measured over machine-corrected, cell-free prediction of one forward."""
+    def observe(self, rows: int, sequences: int, log_error: float, *, bound: int = 0) -> None:
+        """Take the log of measured over machine-corrected, cell-free prediction of one forward.
+
+        ``bound`` names the factor in that prediction: what its cells have in common can be moved to it.
+        """
         r, s = bucket_of(rows), bucket_of(sequences)
         latest = self._latest.setdefault((r, s), deque(maxlen=CELL_WINDOW))
         latest.append(log_error)
@@ -152,12 +175,29 @@ class ResidualTable:
         most = CELL_LIMIT if count >= CELL_YOUNG else CELL_YOUNG_LIMIT
         self._bias[r, s] = min(most, max(-CELL_LIMIT, bias))
         self._count[r, s] = count
+        self._bound[r, s] = bound
         self._since_refresh += 1
         if count <= CELLS_REFRESH or self._since_refresh >= CELLS_REFRESH:
-            self._since_refresh = 0
-            self._curves.clear()
-            self._arrays.clear()
-            self._by_row.clear()
+            self._forget_blends()
+
+    def common(self, bound: int | None) -> float:
+        """Return the mean bias, by observations, of the cells seen under a factor, None for all."""
+        count_RS = self._count if bound is None else np.where(self._bound == bound, self._count, 0.0)
+        return float((count_RS * self._bias).sum() / max(1.0, count_RS.sum()))
+
+    def shift(self, log_factor: float, bound: int | None) -> None:
+        """Believe all that was heard under a factor, None for all, to have been this much slower."""
+        for (r, s), latest in self._latest.items():
+            if bound is None or self._bound[r, s] == bound:
+                self._latest[r, s] = deque((error + log_factor for error in latest), maxlen=CELL_WINDOW)
+                self._bias[r, s] = min(CELL_LIMIT, max(-CELL_LIMIT, self._bias[r, s] + log_factor))
+        self._forget_blends()
+
+    def _forget_blends(self) -> None:
+        self._since_refresh = 0
+        self._curves.clear()
+        self._arrays.clear()
+        self._by_row.clear()
 
     def _curve(self, sequences: int) -> list[float]:
         s = bucket_of(sequences)

@@ -47,7 +47,7 @@ def test_a_model_that_flatters_speculation_is_found_out(batch: int, acceptance: 
     assert found.of_ar >= 0.98
 
 
-@pytest.mark.parametrize(("batch", "acceptance"), [(1, 0.9), (4, 0.9), (8, 0.8), (12, 0.9)])
+@pytest.mark.parametrize(("batch", "acceptance"), [(1, 0.9), (4, 0.9), (8, 0.8), (10, 0.9), (12, 0.9)])
 def test_auto_follows_memory_that_changes_speed_by_40_percent(batch: int, acceptance: float) -> None:
     machine = SimulatedMachine(
         shapes=W4_ONLY,

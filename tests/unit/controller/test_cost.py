@@ -167,14 +167,49 @@ def test_a_part_without_calibration_is_refused_by_name() -> None:
         CostModel(SHAPES, partial, ControllerConfig())
 
 
-def test_an_unheard_parameter_returns_to_its_calibration() -> None:
-    tracker = FactorTracker(quantile=0.35, window=24)
+@pytest.mark.parametrize("slowdown", [2.0, 0.5])
+def test_an_unheard_parameter_returns_to_its_calibration_without_a_jump(slowdown: float) -> None:
+    tracker, before = FactorTracker(quantile=0.35, window=24), slowdown
     for _ in range(30):
-        tracker.observe(2.0)
-    assert tracker.slowdown == pytest.approx(2.0)
-    for _ in range(64 * 24):
+        tracker.observe(slowdown)
+    assert tracker.slowdown == pytest.approx(slowdown)
+    for rounds in range(64 * 100):
         tracker.idle()
-    assert tracker.slowdown == 1.0
+        now, before = abs(math.log(tracker.slowdown)), tracker.slowdown
+        assert abs(math.log(before)) - now <= 0.04
+        if rounds == 64 * 10:
+            assert now > 0.5 * abs(math.log(slowdown))
+    assert tracker.slowdown == pytest.approx(1.0, abs=0.01)
+    for _ in range(8):
+        tracker.observe(slowdown)
+    assert tracker.slowdown == pytest.approx(slowdown)
+
+
+@pytest.mark.parametrize("own", [1.0, 1.4])
+@pytest.mark.parametrize(("batch", "gamma", "check_every"), [(1, 4, 10_000), (2, 3, 10_000), (4, 3, 64)])
+def test_ten_thousand_noisy_rounds_of_one_shape_do_not_misprice_another(
+    batch: int, gamma: int, check_every: int, own: float
+) -> None:
+    # Sixteen rows are the knee of this machine, where only plain decoding tells a drafter's slowness apart.
+    w4 = SMALL_COSTS["w4"]
+    dear = replace(w4, bandwidth_bytes_per_s=w4.bandwidth_bytes_per_s / own, flops_per_s=w4.flops_per_s / own)
+    machine = SimulatedMachine(shapes=SHAPES, costs={**SMALL_COSTS, "w4": dear}, noise_frac=0.05, seed=batch)
+    cost = cost_model()
+    for start in range(0, 10_000, check_every):
+        run(cost, machine, batch, 0, start=start, rounds=1)
+        run(cost, machine, batch, gamma, start=start + 1, rounds=check_every - 1)
+    assert cost.own_slowdown("w4") == pytest.approx(own, rel=0.1)
+    assert cost.bandwidth_bytes_per_s == pytest.approx(SMALL_COSTS[POLICY].bandwidth_bytes_per_s, rel=0.1)
+    for name, rows in (("w4", 2 * batch), (POLICY, 2 * batch * (gamma + 1)), (POLICY, batch)):
+        sequences = rows if name == "w4" else batch
+        tokens = 300 * sequences, 300 * rows
+        true_s = machine.forward_s(
+            name, rows=rows, sequences=sequences, read=tokens[0], context=tokens[1], round_index=0
+        )
+        priced_s = cost.forward_s(
+            name, rows=rows, sequences=sequences, read_tokens=tokens[0], context_tokens=tokens[1]
+        )
+        assert priced_s == pytest.approx(true_s, rel=0.15)
 
 
 def test_a_factor_never_leaves_its_range() -> None:
