@@ -97,10 +97,11 @@ class ServiceConfig:
     """The service's name in the cluster, by which another process connects to it."""
 
     start_timeout_s: float = 600.0
-    """A host that is not ready after so long is an error: missing resources, or a broken start."""
+    """A host that is not ready after so long is an error: missing resources, or a broken start. One that was
+    restarted has as long again to load the current weights."""
 
     stall_timeout_s: float = 300.0
-    """A host whose round runs longer than this counts as dead."""
+    """A host whose round, or command between two, runs longer than this counts as dead."""
 
     health_every_s: float = 1.0
     flush_s: float = 0.02

@@ -155,14 +155,14 @@ class RolloutClient:
     def stream(self, requests: Sequence[Request | Mapping[str, Any]]) -> Iterator[Emission | Completion]:
         """Yield tokens as they are committed, and each request's completion once, after its last token.
 
-        Closing the iterator early aborts what has not ended.
+        Closing the iterator early, or an interrupt, aborts what has not ended.
         """
         method = self._service.generate_stream.options(concurrency_group="generate", num_returns="streaming")
         references = method.remote(list(requests), self._own())
         try:
             for reference in references:
                 yield from _get(reference)
-        except GeneratorExit:
+        except (GeneratorExit, KeyboardInterrupt):
             ray.cancel(references)
             raise
         except RayActorError as error:

@@ -50,10 +50,7 @@ def check_item(item: object, index: int, *, context_tokens: int, run_seed: int) 
 
 def refused_item(item: object, index: int, error: RequestError) -> Completion:
     """Return the ending of an item that never became a request, under the names it came with."""
-    if isinstance(item, Request):
-        given = {name: getattr(item, name) for name in NAMES}
-    else:
-        given = dict(item) if isinstance(item, Mapping) else {}
+    given = _readable(item)
     return Completion(
         prompt_uid=_or(default_uid(index), prompt_uid, given.get("prompt_uid")),
         sample_index=_or(0, partial(count, "sample_index"), given.get("sample_index")),
@@ -137,8 +134,18 @@ def _deadline(value: Any) -> float:
     return seconds
 
 
+def _readable(item: object) -> dict[Any, Any]:
+    """Return what can be read of an item that was refused, perhaps because it cannot be."""
+    if isinstance(item, Request):
+        return {name: getattr(item, name) for name in NAMES}
+    try:
+        return dict(item) if isinstance(item, Mapping) else {}
+    except Exception:  # noqa: BLE001 - whatever a caller's mapping does, it is this item alone that fails
+        return {}
+
+
 def _or(default: Value, read: Callable[[Any], Value], given: Any) -> Value:
     try:
         return read(given)
-    except RequestError:
+    except Exception:  # noqa: BLE001 - as above: a name may be any object
         return default

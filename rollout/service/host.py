@@ -47,6 +47,7 @@ class PolicyHost:
         self._spec = spec.for_host(host=host, threads=threads)
         self._outbox = Outbox()
         self._loop: Future[EngineLoop] = Future()
+        self._loop.set_running_or_notify_cancel()  # who gives up waiting for it must not stop its start
         self._thread = threading.Thread(target=self._own_engine, name=f"engine-{host}", daemon=True)
         self._thread.start()
 
@@ -64,8 +65,13 @@ class PolicyHost:
         gc.collect()
         gc.freeze()
         self._loop.set_result(loop)
-        loop.run()
-        self._outbox.close()
+        try:
+            loop.run()
+        except Exception as error:
+            log.exception("host %s: its engine thread ended", self.host)
+            self._outbox.put(HostEvents(crashed=f"{type(error).__name__}: {error}"))
+        finally:
+            self._outbox.close()
 
     async def _ready_loop(self) -> EngineLoop:
         return await asyncio.wrap_future(self._loop)

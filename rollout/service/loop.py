@@ -139,7 +139,9 @@ class EngineLoop:
         self._events: list[Record] = [controller.controller_record()]
         """What the next round record tells beside its round."""
 
-        self._round_started_s: float | None = None
+        self._work_started_s: float | None = None
+        """When the command or round under way began; None while there is nothing to do."""
+
         self._gauges: dict[str, float] = {}
         self._gauges_at_s = float("-inf")
         self._tell_drafter_versions()
@@ -181,7 +183,7 @@ class EngineLoop:
     def commit_update(self) -> Future[int]:
         """Switch to the staged weights between two rounds; resolves to the version now live.
 
-        With ``drain`` it waits for what was resumed here since the drain ended.
+        With ``drain`` it waits for what was resumed here since the drain ended; refused while halted.
         """
         return self._wait(self._wait_commit)
 
@@ -211,7 +213,7 @@ class EngineLoop:
 
     def status(self) -> LoopStatus:
         """Return the state as of the last round boundary, without waiting for the next one."""
-        started_s = self._round_started_s
+        started_s = self._work_started_s
         in_round_s = 0.0 if started_s is None else max(0.0, self._clock() - started_s)
         return replace(self._status, in_round_s=in_round_s)
 
@@ -240,12 +242,13 @@ class EngineLoop:
         self._inbox.run(wait_s=wait_s)
         ran = False
         if self._error is None and not self._closed:
+            self._work_started_s = self._clock()
             try:
                 ran = self._advance()
             except Exception as error:
                 log.exception("host %s: the engine failed in round %d", self.host, self._rounds)
                 self._crash(error)
-        self._round_started_s = None
+        self._work_started_s = None
         self._publish()
         self._tell()
         return ran
@@ -270,7 +273,6 @@ class EngineLoop:
     def _round(self, load: RoundLoad, now_s: float) -> None:
         events, self._events = tuple(self._events), []
         plan = self.controller.decide(load, now_s=now_s)
-        self._round_started_s = now_s
         outcome = self.engine.run_round(plan)
         self.controller.observe(outcome.facts)
         self._mend_drafters()
@@ -306,6 +308,7 @@ class EngineLoop:
 
     def _post(self, action: Callable[[], T]) -> Future[T]:
         def guarded() -> T:
+            self._work_started_s = self._clock()
             try:
                 result = action()
             except RolloutError:
@@ -323,6 +326,7 @@ class EngineLoop:
     def _wait(self, action: Callable[[Future[T]], None]) -> Future[T]:
         """Post an action that keeps the future it is given and resolves it at some later boundary."""
         waiting: Future[T] = Future()
+        waiting.set_running_or_notify_cancel()  # who gives up waiting must not make answering it an error
 
         def refuse(posted: Future[None]) -> None:
             error = posted.exception()
@@ -418,18 +422,22 @@ class EngineLoop:
             raise
 
     def _wait_drained(self, waiting: Future[None]) -> None:
-        update = self._open_update()
-        if self._halted and not self._may_commit(update):
-            cure = "wake it" if self._asleep else "resume it"
-            raise WeightUpdateError(f"in_flight=drain cannot end while the engine is halted: {cure} first")
-        update.drained = waiting
+        self._unhalted_update().drained = waiting
 
     def _wait_commit(self, waiting: Future[int]) -> None:
-        update = self._open_update()
+        update = self._unhalted_update()
         if self._may_commit(update):
             waiting.set_result(self._commit_update())
         else:
             update.commit = waiting
+
+    def _unhalted_update(self) -> _Update:
+        """Return the open update. Raises ``WeightUpdateError`` where its drain could not end."""
+        update = self._open_update()
+        if self._halted and not self._may_commit(update):
+            cure = "wake it" if self._asleep else "resume it"
+            raise WeightUpdateError(f"in_flight=drain cannot end while the engine is halted: {cure} first")
+        return update
 
     def _may_commit(self, update: _Update) -> bool:
         return update.in_flight != "drain" or not self.engine.running
@@ -506,6 +514,7 @@ class EngineLoop:
         if self._closed:
             return
         if self._error is None:
+            self._discard_update()
             self._abort(None, "the host was closed")
         self._closed = True
         self.engine.close()

@@ -272,9 +272,7 @@ class HostPool:
             try:
                 await self._start_host(slot)
                 async with self._weights_lock:
-                    await self._load_current(slot)
-                    self._check_fingerprints(slot)
-                    await self._apply_states(slot)
+                    await self._bring_up_to_date(slot)
                     self._open(slot)
             except Exception as error:
                 slot.last_error = f"{type(error).__name__}: {error}"
@@ -287,6 +285,17 @@ class HostPool:
         slot.state = "retired"
         log.error("host-%d stays dead after %d restarts: %s", slot.index, slot.restarts, slot.last_error)
         self._tell_changed()
+
+    async def _bring_up_to_date(self, slot: Slot) -> None:
+        """Make a new host what the others are. Raises when it is not, after ``start_timeout_s``."""
+        timeout_s = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._load_current(slot)
+                self._check_fingerprints(slot)
+                await self._apply_states(slot)
+        except TimeoutError:
+            raise HostGoneError(f"it had not loaded the current weights after {timeout_s:g} s") from None
 
     async def _load_current(self, slot: Slot) -> None:
         current = self._current
@@ -337,7 +346,7 @@ class HostPool:
         if slot.host == host:
             slot.status = status
         if status.in_round_s > self._config.stall_timeout_s:
-            self._lose(slot, host, f"its round has been running for {status.in_round_s:.0f} s")
+            self._lose(slot, host, f"a round or command has been running for {status.in_round_s:.0f} s")
 
     # ---- requests ---------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class LoopStatus:
     """Requests that have not ended."""
 
     in_round_s: float
-    """How long the current round has been running; 0 between rounds."""
+    """How long the current round, or the command between two, has been running; 0 while there is none."""
 
     records_dropped: int = 0
     """Round records nobody fetched in time."""

@@ -438,13 +438,20 @@ class ServiceCore:
 class RolloutService:
     """The face of a ``ServiceCore`` to Ray: every method may be called from any event loop."""
 
-    def __init__(self, spec: HostSpec, config: ServiceConfig, *, run_seed: int) -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        config: ServiceConfig,
+        *,
+        run_seed: int,
+        new_host: Callable[..., Any] = HostActor,
+    ) -> None:
         assert_own_packages()
         self._callers = Callers()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
         self._core: ServiceCore = asyncio.run_coroutine_threadsafe(
-            _build(spec, config, run_seed), self._loop
+            _build(spec, config, run_seed, new_host), self._loop
         ).result()
 
     async def start(self) -> ServiceHealth:
@@ -466,10 +473,17 @@ class RolloutService:
         self, items: Sequence[object], caller: CallerRef | None = None
     ) -> AsyncIterator[list[StreamItem]]:
         """Yield tokens and endings of all items as they come, several at a time."""
-        stream, samples = await self._there(_call(self._core.open_stream, items))
+        opening = asyncio.run_coroutine_threadsafe(_call(self._core.open_stream, items), self._loop)
 
-        def abandon() -> None:
-            self._loop.call_soon_threadsafe(self._core.abandon, samples)
+        def abandon(*_: object) -> None:
+            if opening.exception() is None:
+                self._loop.call_soon_threadsafe(self._core.abandon, opening.result()[1])
+
+        try:
+            stream, _ = await asyncio.shield(asyncio.wrap_future(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(abandon)  # it is opened all the same, and nobody will read it
+            raise
 
         try:
             with self._callers.watching(caller, abandon):
@@ -522,8 +536,10 @@ class RolloutService:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
-async def _build(spec: HostSpec, config: ServiceConfig, run_seed: int) -> ServiceCore:
-    return ServiceCore(spec, config, run_seed=run_seed)
+async def _build(
+    spec: HostSpec, config: ServiceConfig, run_seed: int, new_host: Callable[..., Any]
+) -> ServiceCore:
+    return ServiceCore(spec, config, run_seed=run_seed, new_host=new_host)
 
 
 async def _call(function: Callable[..., T], *args: object) -> T:

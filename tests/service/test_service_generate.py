@@ -267,11 +267,13 @@ def test_a_pause_stops_rounds_and_a_resume_loses_nothing(two_hosts, wait_until):
     assert ids_of(answer) == expected
 
 
-def test_a_stream_that_is_closed_early_leaves_nothing_running(slow_host, wait_until):
+@pytest.mark.parametrize("end", [GeneratorExit, KeyboardInterrupt])
+def test_a_stream_that_is_closed_early_or_interrupted_leaves_nothing_running(end, slow_host, wait_until):
     stream = slow_host.stream(scripted_requests(3, tokens=90_000, tag="closed"))
     next(stream)
     assert slow_host.stats()["service/live"] == 3
-    stream.close()
+    with pytest.raises(end):
+        stream.throw(end)
     wait_until(lambda: slow_host.stats()["service/live"] == 0)
     wait_until(lambda: slow_host.health().hosts[0].loop.live == 0)
 

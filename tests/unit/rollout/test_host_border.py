@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rollout.policy.weights import checksum
-from rollout.service.host import Outbox
+from rollout.service.host import Outbox, PolicyHost
 from rollout.service.payload import buckets, pack
 from rollout.service.records import HostEvents
+from rollout.testing_engine import FixedController, ScriptedEngine, ScriptedSpec
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -52,3 +53,49 @@ async def test_events_of_another_thread_arrive_merged_in_order_and_then_end():
     while (events := await outbox.take(0.0)) is not None:
         assert events.crashed != "0"
     thread.join()
+
+
+class Unwell(ScriptedSpec):
+    """An engine that breaks where no command and no round is to blame."""
+
+    def build(self):
+        class Engine(ScriptedEngine):
+            reads = 0
+
+            def gauges(self):
+                self.reads += 1
+                if self.reads == 2:
+                    raise RuntimeError("no gauges")
+                return {}
+
+        return Engine(self), FixedController(0)
+
+
+async def test_a_host_whose_engine_thread_ends_says_why_and_ends_its_events():
+    host = PolicyHost(Unwell(), host="local", threads=1, flush_s=0.0)
+    async with asyncio.timeout(20):
+        told = [events async for events in host.events()]
+    assert [events.crashed for events in told] == ["RuntimeError: no gauges"]
+    await asyncio.to_thread(host._thread.join)
+
+
+async def test_who_gives_up_waiting_for_a_host_does_not_stop_its_start():
+    go = threading.Event()
+
+    class Slow(ScriptedSpec):
+        def for_host(self, *, host, threads):
+            return self
+
+        def build(self):
+            go.wait()
+            return ScriptedSpec().build()
+
+    host = PolicyHost(Slow(), host="local", threads=1, flush_s=0.0)
+    waiting = asyncio.create_task(host.ready())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    go.set()
+    assert (await host.ready()).policy_version == 0
+    await host.close()
+    await asyncio.to_thread(host._thread.join)

@@ -10,7 +10,15 @@ from rollout.errors import EngineCrashError, UnsupportedError, WeightUpdateError
 from rollout.policy.weights import manifest
 from rollout.service.loop import EngineLoop, next_turn
 from rollout.service.records import Identity
-from rollout.testing_engine import ECHO, Faults, ScriptedSpec, scripted_requests, scripted_weights
+from rollout.testing_engine import (
+    ECHO,
+    Faults,
+    FixedController,
+    ScriptedEngine,
+    ScriptedSpec,
+    scripted_requests,
+    scripted_weights,
+)
 
 
 class Driven:
@@ -269,6 +277,84 @@ def test_a_drain_of_a_paused_engine_is_refused_instead_of_waited_for():
     begin(driven, scripted_weights(1), 1)
     with pytest.raises(WeightUpdateError, match="resume it first"):
         driven.do(driven.loop.drained())
+
+
+def test_a_commit_that_must_wait_is_refused_while_paused_instead_of_waited_for():
+    driven = Driven()
+    begin(driven, scripted_weights(1), 1)
+    driven.do(driven.loop.drained())
+    request, begun = begun_request(driven)
+    driven.do(driven.loop.add([request], begun=begun))
+    driven.do(driven.loop.pause())
+    with pytest.raises(WeightUpdateError, match="resume it first"):
+        driven.do(driven.loop.commit_update())
+
+
+def test_who_gives_up_waiting_for_a_drain_does_the_engine_no_harm():
+    driven = Driven()
+    driven.do(driven.loop.add(scripted_requests(1, tokens=4)))
+    begin(driven, scripted_weights(1), 1)
+    driven.loop.drained().cancel()
+    driven.turns(8)
+    assert driven.loop.status().state == "running"
+    assert driven.do(driven.loop.commit_update()) == 1
+
+
+def test_closing_tells_who_waits_for_an_update():
+    driven = Driven()
+    driven.do(driven.loop.add(scripted_requests(1)))
+    begin(driven, scripted_weights(1), 1)
+    drained = driven.loop.drained()
+    driven.do(driven.loop.close())
+    with pytest.raises(WeightUpdateError, match="discarded"):
+        drained.result(timeout=0)
+
+
+def test_a_crashed_engine_says_of_an_update_that_it_crashed():
+    """Not that the weights were refused: they may be good."""
+    driven = Driven(ScriptedSpec(faults=Faults(crash_stage=True)))
+    state = scripted_weights(1)
+    driven.do(driven.loop.begin_update(manifest(state, 1), "drain"))
+    with pytest.raises(EngineCrashError, match="told to break"):
+        driven.do(driven.loop.stage(list(state.items())))
+    with pytest.raises(EngineCrashError, match="told to break"):
+        driven.do(driven.loop.begin_update(manifest(state, 1), "drain"))
+    with pytest.raises(EngineCrashError, match="told to break"):
+        driven.do(driven.loop.commit_update())
+
+
+class SlowEngine(ScriptedEngine):
+    """Everything it does takes as long as the test says."""
+
+    take_time = staticmethod(lambda: None)
+
+    def load(self):
+        self.take_time()
+        return super().load()
+
+    def begin_update(self, update, *, in_flight):
+        self.take_time()
+        super().begin_update(update, in_flight=in_flight)
+
+
+class SlowSpec(ScriptedSpec):
+    def build(self):
+        return SlowEngine(self), FixedController(0)
+
+
+def test_whatever_the_engine_hangs_in_shows_in_its_status():
+    driven = Driven(SlowSpec())
+    seen = []
+
+    def take_time():
+        driven.now_s += 7.0
+        seen.append(driven.loop.status().in_round_s)
+
+    driven.engine.take_time = take_time
+    driven.do(driven.loop.add(scripted_requests(1)))
+    driven.do(driven.loop.begin_update(manifest(scripted_weights(1), 1), "keep"))
+    assert seen == [7.0] * 3, "a load, a command, a load"
+    assert driven.loop.status().in_round_s == 0.0
 
 
 def test_a_halted_engine_admits_nothing_so_an_update_goes_past_what_waits():

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,7 +20,7 @@ from rollout.service.actors import HostGoneError
 from rollout.service.host import PolicyHost
 from rollout.service.payload import pack
 from rollout.service.records import HostEvents
-from rollout.service.service import ServiceCore
+from rollout.service.service import RolloutService, ServiceCore
 from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
 
 CONFIG = ServiceConfig(threads_per_host=1, health_every_s=60.0, flush_s=0.001)
@@ -109,9 +110,13 @@ async def serving(
             yield core, hosts
     finally:
         await core.close()
-        for one in hosts.started.values():
-            await one.host.close()
-            await asyncio.to_thread(one.host._thread.join)
+        await ended(hosts)
+
+
+async def ended(hosts: Hosts) -> None:
+    for one in hosts.started.values():
+        await one.host.close()
+        await asyncio.to_thread(one.host._thread.join)
 
 
 async def until(what: Callable[[], bool]) -> None:
@@ -236,10 +241,10 @@ async def test_what_has_ended_is_forgotten_though_its_deadline_is_far():
         stream, samples = core.open_stream([replace(scripted_requests(1)[0], deadline_s=1e6)])
         while await stream.take():
             pass
-        ended = weakref.ref(stream)
+        forgotten = weakref.ref(stream)
         del stream, samples
         gc.collect()
-        assert ended() is None
+        assert forgotten() is None
 
 
 async def test_a_host_whose_engine_breaks_while_it_prepares_is_replaced_and_the_others_update():
@@ -273,3 +278,29 @@ async def test_a_refusal_is_told_at_once_though_another_host_only_begins_to_drai
             await update
         assert await core.abort(None, "enough") == 2
         await asyncio.wait(calls)
+
+
+async def test_a_successor_that_hangs_while_it_loads_the_weights_is_replaced_too():
+    async with serving(hosts=2, start_timeout_s=0.3) as (core, hosts):
+        assert await pushed(core, 1) == 1
+        with hosts.holding("host-1.1", "prepare_update"):
+            hosts.started["host-1"].kill()
+            await until(lambda: ready(core) == ["host-0", "host-1.2"])
+        assert await pushed(core, 2) == 2
+
+
+async def test_a_stream_whose_reader_goes_away_while_it_is_opened_leaves_nothing_running():
+    hosts = Hosts()
+    service = RolloutService(ENDLESS, CONFIG, run_seed=0, new_host=hosts)
+    await service.start()
+    reading = asyncio.create_task(anext(service.generate_stream(endless(2))))
+    await asyncio.sleep(0)
+    while len(service._core._ledger) < 2:
+        time.sleep(0.001)  # blocks this loop, so that the reader has not heard of it yet
+    reading.cancel()
+    await asyncio.wait([reading])
+    async with asyncio.timeout(20):
+        while (await service.stats())["service/live"]:
+            await asyncio.sleep(0.005)
+    await service.close()
+    await ended(hosts)

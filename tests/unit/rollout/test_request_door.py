@@ -110,6 +110,31 @@ def test_a_parameter_of_the_wrong_type_or_value_is_refused_by_its_name(name: str
             checked({"prompt_ids": [5], "params": {name: value}})
 
 
+class Unreadable(dict):  # type: ignore[type-arg]
+    """A mapping that breaks whatever one does with it."""
+
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError("not today")
+
+    __contains__ = keys = items = get = __getitem__ = __iter__
+
+
+class Unreal:
+    """A number that breaks when it is one."""
+
+    def __index__(self) -> int:
+        raise ZeroDivisionError("not today")
+
+    __int__ = __index__
+
+
+@pytest.mark.parametrize("item", [Unreadable(prompt_ids=[1]), {"sample_index": Unreal()}])
+def test_an_item_that_cannot_be_read_twice_still_has_an_ending(item: Any) -> None:
+    ending = refused_item(item, 7, RequestError("odd"))
+    assert (ending.prompt_uid, ending.sample_index, ending.attempt) == ("item-7", 0, 0)
+    assert ending.error == "RequestError: odd"
+
+
 def test_params_are_plain_data_whatever_they_were_given_as() -> None:
     given = SamplingParams(
         temperature=np.float32(1),
