@@ -56,6 +56,15 @@ def cpu_features() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
+def sources_key(folders: Sequence[Path]) -> str:
+    """Return what every kernel source in ``folders`` and the flags come to: other kernels, another key."""
+    key = hashlib.sha256("\0".join(FLAGS).encode())
+    for path in sorted(p for folder in folders for p in folder.iterdir() if p.suffix in (".cpp", ".h")):
+        key.update(path.name.encode())
+        key.update(path.read_bytes())
+    return key.hexdigest()[:20]
+
+
 def build(source: Path, *, include: Sequence[Path] = (), defines: Sequence[str] = ()) -> Path:
     """Compile ``source`` into a shared library and return its path; compiled once per content.
 

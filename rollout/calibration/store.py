@@ -2,7 +2,8 @@
 
 They lie under the cache folder, by machine and model; nothing of the weights' values enters a name: a new
 policy version needs no new calibration. A kept one is used again when it was judged good and a few of its
-forwards, taken again, agree; one taken on a busy machine is used for now and taken again at a later start.
+forwards, taken again, agree; one taken on a busy machine is used for now and taken again at a later start. It
+lies beside the good one, which may hold again by then.
 """
 
 import fcntl
@@ -16,9 +17,12 @@ from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 
+import drafters.int4
+import drafters.kernels
+import rollout.engine.native.kernels
 from controller.calibration import Calibration
 from controller.config import ControllerConfig
-from drafters.kernels.build import cpu_features
+from drafters.kernels.build import cpu_features, sources_key
 from rollout.calibration.measure import SWEEP_BUDGET_S, calibrate, contradiction
 from rollout.config import EngineConfig
 from rollout.engine.protocol import Engine
@@ -28,6 +32,13 @@ from rollout.progress import Progress
 from rollout.settings import to_plain
 
 log = logging.getLogger(__name__)
+
+PROVISIONAL = ".provisional.json"
+
+KERNEL_FOLDERS = tuple(
+    Path(str(module.__file__)).parent
+    for module in (drafters.int4, drafters.kernels, rollout.engine.native.kernels)
+)
 
 PROVISIONAL_S = 600.0
 """How long a provisional calibration is used as it is: hosts that start together, or one started again in the
@@ -47,17 +58,30 @@ def load_or_calibrate(
     """
     key = calibration_key(engine, engine_config)
     with _one_at_a_time(key):
-        known = _load(key)
-        if known is not None and _still_holds(engine, known):
+        known = _load(_path(key), key)
+        contradicted = _contradiction(engine, known) if known is not None else ""
+        if known is not None and not contradicted:
             return known
-        calibration = calibrate(engine, controller_config, key=key, budget_s=budget_s)
-        if known is None or known.quality.verdict != "good" or calibration.quality.verdict == "good":
-            save(calibration)
-        # Else the good one stays: what a busy machine contradicts may well hold at the next start.
+        calibration = _fresh_provisional(key)
+        if calibration is None:
+            if contradicted:
+                log.warning("the kept calibration is taken again: %s", contradicted)
+            calibration = calibrate(engine, controller_config, key=key, budget_s=budget_s)
+            _save(calibration)
     log.log(
         logging.INFO if calibration.quality.verdict == "good" else logging.WARNING, "%s", words(calibration)
     )
     return calibration
+
+
+def calibrate_anew(
+    engine: Engine, controller_config: ControllerConfig, engine_config: EngineConfig
+) -> tuple[Calibration, Path]:
+    """Measure whatever is kept, keep that too and return it with its file; waits for others that measure."""
+    key = calibration_key(engine, engine_config)
+    with _one_at_a_time(key):
+        calibration = calibrate(engine, controller_config, key=key)
+        return calibration, _save(calibration)
 
 
 def words(calibration: Calibration) -> str:
@@ -66,32 +90,33 @@ def words(calibration: Calibration) -> str:
     if quality.verdict == "good":
         return f"the calibration is good: {quality.reason}"
     return (
-        f"the calibration is {quality.verdict}: {quality.reason}. It is used for now, rounds correct it, and "
-        f"it is taken again at the first start after {PROVISIONAL_S / 60:.0f} minutes"
+        f"the calibration is {quality.verdict}: {quality.reason}. It is used for now unless an earlier good "
+        "one holds, rounds correct it, and it is taken again at the first start after "
+        f"{PROVISIONAL_S / 60:.0f} minutes"
     )
 
 
-def _still_holds(engine: Engine, known: Calibration) -> bool:
-    """Return whether a kept calibration may be used, and say why not."""
-    verdict, reason = known.quality.verdict, known.quality.reason
-    if verdict == "provisional":
-        age_s = time.time() - _path(known.key).stat().st_mtime
-        if 0.0 <= age_s < PROVISIONAL_S:
-            log.warning("%s", words(known))
-            return True
-    elif verdict == "good":
-        with Progress("checking the calibration"):
-            reason = contradiction(engine, known)
-        if not reason:
-            return True
-    log.warning("the kept calibration is taken again: %s", reason)
-    return False
+def _contradiction(engine: Engine, known: Calibration) -> str:
+    """Return in words why a kept calibration may not be used; empty when it may."""
+    if known.quality.verdict != "good":
+        return known.quality.reason or "it was not found good"
+    with Progress("checking the calibration"):
+        return contradiction(engine, known)
+
+
+def _fresh_provisional(key: str) -> Calibration | None:
+    """Return the provisional calibration that is still used as it is, if there is one."""
+    path = _path(key, PROVISIONAL)
+    if not path.exists() or not 0.0 <= time.time() - path.stat().st_mtime < PROVISIONAL_S:
+        return None
+    return _load(path, key)
 
 
 def calibration_key(engine: Engine, engine_config: EngineConfig) -> str:
     """Return the name of everything a timing depends on: machine, kernels, model shape, threads."""
     named = {
         "processor": cpu_features(),
+        "kernels": sources_key(KERNEL_FOLDERS),
         "cores": _usable_cores(),
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
         "engine": engine.traits.engine,
@@ -105,11 +130,17 @@ def calibration_key(engine: Engine, engine_config: EngineConfig) -> str:
     return blake2b(json.dumps(named, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def save(calibration: Calibration) -> Path:
-    """Keep a calibration in place of an earlier one and return its file."""
-    path = _path(calibration.key)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _save(calibration: Calibration) -> Path:
+    """Keep a calibration in place of an earlier one of its kind and return its file.
+
+    What a busy machine contradicts may hold at the next start: only a good one replaces a good one.
+    """
+    provisional = _path(calibration.key, PROVISIONAL)
+    good = calibration.quality.verdict == "good"
+    path = _path(calibration.key) if good else provisional
     write(path, calibration.to_json())
+    if good:
+        provisional.unlink(missing_ok=True)
     return path
 
 
@@ -127,8 +158,7 @@ def _path(key: str, suffix: str = ".json") -> Path:
     return cache_dir() / "calibration" / f"{key}{suffix}"
 
 
-def _load(key: str) -> Calibration | None:
-    path = _path(key)
+def _load(path: Path, key: str) -> Calibration | None:
     if not path.exists():
         return None
     try:

@@ -5,8 +5,7 @@ import time
 from pathlib import Path
 
 from controller.calibration import OTHER, Calibration
-from rollout.calibration.measure import calibrate
-from rollout.calibration.store import calibration_key, save, words, write
+from rollout.calibration.store import calibrate_anew, words, write
 from rollout.job_config import JobConfig
 from rollout.progress import Progress, say
 
@@ -18,9 +17,7 @@ def main(job: JobConfig) -> int:
     with Progress(f"loading policy {job.policy.source}"):
         engine = build_engine(job.policy, job.engine, job.drafter, host="calibrate")
     started_s = time.monotonic()
-    key = calibration_key(engine, job.engine)
-    calibration = calibrate(engine, job.controller, key=key)
-    path = save(calibration)
+    calibration, path = calibrate_anew(engine, job.controller, job.engine)
     engine.close()
     say(f"calibrated in {time.monotonic() - started_s:.1f} s, saved as {path}")
     say(words(calibration))

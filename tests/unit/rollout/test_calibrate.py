@@ -4,6 +4,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from drafters.registry import build
 from rollout.calibration import neighbours, store
 from rollout.calibration.measure import calibrate
 from rollout.calibration.neighbours import TICKS_PER_S
-from rollout.calibration.store import calibration_key, load_or_calibrate
+from rollout.calibration.store import calibrate_anew, calibration_key, load_or_calibrate
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
 from rollout.testing import tiny_policy
@@ -172,6 +173,49 @@ def test_a_busy_moment_does_not_replace_a_good_calibration(
     assert start(engine) == first
 
 
+def test_hosts_that_start_on_a_busy_machine_measure_once(engine: NativeEngine, clockwork: Clockwork) -> None:
+    start(engine)
+    clockwork.factors = {POLICY: 3.0, "w4": 1.0}
+    clockwork.jitter = [1.0, 1.3, 1.9, 2.8, 3.9, 5.0, 7.0]
+    provisional = start(engine)
+    calls = clockwork.calls
+    for _ in range(3):
+        assert start(engine) == provisional
+    assert clockwork.calls - calls < 3 * 40  # checks of the good one, no measurement
+
+
+def test_a_calibration_asked_for_replaces_a_good_one_only_if_it_is_good(
+    engine: NativeEngine, clockwork: Clockwork
+) -> None:
+    first = start(engine)
+    clockwork.jitter = [1.0, 1.3, 1.9, 2.8, 3.9, 5.0, 7.0]
+    asked, aside = calibrate_anew(engine, CONTROLLER, SETTINGS)
+    assert asked.quality.verdict == "provisional"
+    clockwork.jitter = [1.0]
+    assert start(engine) == first
+    clockwork.factors = {POLICY: 1.1, "w4": 1.0}
+    second, kept = calibrate_anew(engine, CONTROLLER, SETTINGS)
+    assert start(engine) == second != first
+    assert kept != aside
+    assert not aside.exists()
+
+
+def test_other_kernels_need_another_calibration(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = calibration_key(engine, SETTINGS)
+    folders = []
+    for number, folder in enumerate(store.KERNEL_FOLDERS):
+        folders.append(tmp_path / str(number) / folder.name)
+        shutil.copytree(folder, folders[-1])
+    monkeypatch.setattr(store, "KERNEL_FOLDERS", tuple(folders))
+    assert calibration_key(engine, SETTINGS) == before
+    for folder, name in zip(folders, ("linear_int4.h", "simd.h", "forward.cpp"), strict=True):
+        known, path = calibration_key(engine, SETTINGS), folder / name
+        path.write_text(path.read_text() + "// faster\n")
+        assert calibration_key(engine, SETTINGS) != known
+
+
 def test_a_kept_calibration_nobody_judged_is_taken_again(
     engine: NativeEngine, tmp_path: Path, clockwork: Clockwork
 ) -> None:
@@ -222,13 +266,13 @@ def test_work_of_others_and_stolen_time_are_seen_and_our_own_work_is_not(
 
 
 def test_a_damaged_file_is_measured_anew_and_said_so(
-    engine: NativeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: NativeEngine, tmp_path: Path, clockwork: Clockwork, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "calibration"
     folder.mkdir()
     file = folder / f"{calibration_key(engine, SETTINGS)}.json"
     file.write_text("{")
-    load_or_calibrate(engine, CONTROLLER, SETTINGS, budget_s=0.1)
+    start(engine)
     assert "measured anew" in caplog.text
     assert json.loads(file.read_text())["key"] == file.stem
 
