@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from controller.decide import Controller
@@ -27,7 +27,6 @@ from rollout.errors import (
     RequestError,
     RolloutError,
     UnsupportedError,
-    WeightUpdateError,
 )
 from rollout.policy.manifest import UpdateManifest
 from rollout.service.inbox import Inbox
@@ -40,6 +39,7 @@ from rollout.service.records import (
     LoopStatus,
     RoundRecord,
 )
+from rollout.service.updates import WeightUpdates
 from rollout.types import Request
 
 if TYPE_CHECKING:
@@ -92,26 +92,6 @@ def next_turn(load: RoundLoad, *, admitting: bool) -> NextTurn:
     return "stuck" if load.waiting and admitting else "wait"
 
 
-@dataclass(kw_only=True, slots=True)
-class _Update:
-    """An open weight update."""
-
-    in_flight: InFlight
-    drained: Future[None] | None = None
-    """Resolved once it may be committed; set when somebody waits for it."""
-
-    commit: Future[int] | None = None
-    """Resolved by the commit; set when one was asked for that must wait."""
-
-    def fail(self, error: Exception) -> None:
-        """Tell whoever waits that it will not be."""
-        waiting: tuple[Future[None] | Future[int] | None, ...] = (self.drained, self.commit)
-        for future in waiting:
-            if future is not None:
-                future.set_exception(error)
-        self.drained = self.commit = None
-
-
 class EngineLoop:
     """Runs rounds while there is work. ``turn`` is one round boundary and at most one round."""
 
@@ -129,7 +109,9 @@ class EngineLoop:
         self._deliver, self._clock = deliver, clock
         self._inbox = Inbox()
         self._live = LiveRequests()
-        self._update: _Update | None = None
+        self._updates = WeightUpdates(
+            engine, self._live, needed_first=self._needed_first, switched=self._switched
+        )
         self._paused = self._asleep = self._closed = False
         self._error: str | None = None
         self._crash_told = False
@@ -166,30 +148,30 @@ class EngineLoop:
 
     def begin_update(self, manifest: UpdateManifest, in_flight: InFlight) -> Future[None]:
         """Open a weight update."""
-        return self._post(lambda: self._begin_update(manifest, in_flight))
+        return self._post(lambda: self._updates.begin(manifest, in_flight))
 
     def stage(self, tensors: Sequence[tuple[str, Tensor]]) -> Future[None]:
         """Take one bucket of the open update; rounds go on between buckets."""
-        return self._post(lambda: self._stage(tensors))
+        return self._post(lambda: self._updates.stage(tensors))
 
     def check_update(self) -> Future[None]:
         """Check all that was staged; a refusal closes the update."""
-        return self._post(self._check_update)
+        return self._post(self._updates.check)
 
     def drained(self) -> Future[None]:
         """Resolves when the open update may be committed: at once, or when ``drain`` has nothing running."""
-        return self._wait(self._wait_drained)
+        return self._wait(self._updates.wait_drained)
 
     def commit_update(self) -> Future[int]:
         """Switch to the staged weights between two rounds; resolves to the version now live.
 
         With ``drain`` it waits for what was resumed here since the drain ended; refused while halted.
         """
-        return self._wait(self._wait_commit)
+        return self._wait(self._updates.wait_commit)
 
     def discard_update(self) -> Future[None]:
         """Drop the open update, if any. Idempotent."""
-        return self._post(self._discard_update)
+        return self._post(self._updates.discard)
 
     def pause(self) -> Future[None]:
         """Run no round until ``resume``; requests keep what they have. Idempotent."""
@@ -257,17 +239,16 @@ class EngineLoop:
         """End what is overdue, answer who waits for a drain, and run a round if there is one to run."""
         now_s = self._clock()
         self._expire(now_s)
-        self._answer_update()
+        self._updates.answer()
         if self._halted or not self.engine.busy:
             return False
         load = self.engine.load()  # admits, which nothing may while halted
-        draining = self._update is not None and self._update.in_flight == "drain"
-        turn = next_turn(load, admitting=not draining)
+        turn = next_turn(load, admitting=not self._updates.draining)
         if turn == "stuck":
             raise NoProgressError(f"{load.waiting} requests wait, nothing runs, and none is admitted")
         if turn == "round":
             self._round(load, now_s)
-            self._answer_update()
+            self._updates.answer()
         return turn == "round"
 
     def _round(self, load: RoundLoad, now_s: float) -> None:
@@ -391,106 +372,25 @@ class EngineLoop:
             error = DeadlineError(f"{request.deadline_s} s passed")
             self._live.end(replace(completion, error=f"{type(error).__name__}: {error}"))
 
-    # ---- weights ----------------------------------------------------------------------------------
-
-    def _begin_update(self, manifest: UpdateManifest, in_flight: InFlight) -> None:
-        if self._error is not None:
-            raise EngineCrashError(self._error)
-        offered = self.engine.traits.in_flight
-        if in_flight not in offered:
-            raise UnsupportedError(f"in_flight={in_flight!r}: this engine offers {', '.join(offered)}")
-        self.engine.begin_update(manifest, in_flight=in_flight)
-        self._update = _Update(in_flight=in_flight)
-
-    def _open_update(self) -> _Update:
-        if self._error is not None:
-            raise EngineCrashError(self._error)  # it closed the update: no word about the weights
-        if self._update is None:
-            raise WeightUpdateError("no update is open")
-        return self._update
-
-    def _stage(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._open_update()
-        self.engine.stage(tensors)
-
-    def _check_update(self) -> None:
-        self._open_update()
-        try:
-            self.engine.check_update()
-        except WeightUpdateError:
-            self._discard_update()
-            raise
-
-    def _wait_drained(self, waiting: Future[None]) -> None:
-        self._unhalted_update().drained = waiting
-
-    def _wait_commit(self, waiting: Future[int]) -> None:
-        update = self._unhalted_update()
-        if self._may_commit(update):
-            waiting.set_result(self._commit_update())
-        else:
-            update.commit = waiting
-
-    def _unhalted_update(self) -> _Update:
-        """Return the open update. Raises ``WeightUpdateError`` where its drain could not end."""
-        update = self._open_update()
-        if self._halted and not self._may_commit(update):
-            cure = "wake it" if self._asleep else "resume it"
-            raise WeightUpdateError(f"in_flight=drain cannot end while the engine is halted: {cure} first")
-        return update
-
-    def _may_commit(self, update: _Update) -> bool:
-        return update.in_flight != "drain" or not self.engine.running
-
-    def _answer_update(self) -> None:
-        """Answer who waits for the open update, once it may be committed."""
-        update = self._update
-        if update is None or not self._may_commit(update):
-            return
-        if update.drained is not None:
-            update.drained.set_result(None)
-            update.drained = None
-        commit, update.commit = update.commit, None
-        if commit is None:
-            return
-        try:
-            version = self._commit_update()
-        except Exception as error:
-            commit.set_exception(error)
-            if not isinstance(error, RolloutError):
-                raise  # as for any command: the engine is in a state nobody knows
-        else:
-            commit.set_result(version)
-
-    def _commit_update(self) -> int:
-        self._open_update()
-        self._update = None
-        try:
-            for completion in self.engine.settle_running():
-                self._live.end(completion)
-            version = self.engine.commit_update()
-        except WeightUpdateError:
-            self.engine.discard_update()
-            raise
+    def _switched(self, version: int) -> None:
+        """Hear that other weights are live."""
         self.controller.policy_changed(version)
         self._events.append(policy_changed_record(version))
         self._tell_drafter_versions()
         self._gauges_at_s = float("-inf")  # who waits for the update asks next what building drafters took
         self._publish()  # and, before that, which weights are live
-        return version
-
-    def _discard_update(self) -> None:
-        update, self._update = self._update, None
-        if update is None:
-            return
-        update.fail(WeightUpdateError("the update was discarded"))
-        self.engine.discard_update()
 
     # ---- states -----------------------------------------------------------------------------------
 
     @property
     def _halted(self) -> bool:
         return self._paused or self._asleep
+
+    def _needed_first(self) -> str | None:
+        """Return what must be done before rounds run; None while they do."""
+        if not self._halted:
+            return None
+        return "wake it" if self._asleep else "resume it"
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -514,7 +414,7 @@ class EngineLoop:
         if self._closed:
             return
         if self._error is None:
-            self._discard_update()
+            self._updates.discard()
             self._abort(None, "the host was closed")
         self._closed = True
         self.engine.close()
@@ -523,9 +423,7 @@ class EngineLoop:
         """Fail everything alive and run no further round: what the engine holds cannot be trusted."""
         self._error = f"{type(error).__name__}: {error}"
         self._live.fail_all(error if isinstance(error, NoProgressError) else EngineCrashError(self._error))
-        update, self._update = self._update, None
-        if update is not None:
-            update.fail(EngineCrashError(self._error))
+        self._updates.crash(self._error)
 
     def _tell(self) -> None:
         crashed = self._error if not self._crash_told else None

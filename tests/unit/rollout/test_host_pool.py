@@ -19,7 +19,7 @@ from rollout.policy.weights import manifest
 from rollout.service.actors import HostGoneError
 from rollout.service.host import PolicyHost
 from rollout.service.payload import pack
-from rollout.service.records import HostEvents
+from rollout.service.records import HostEvents, Identity
 from rollout.service.service import RolloutService, ServiceCore
 from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
 
@@ -43,7 +43,9 @@ class ThreadHost:
             if method == "prepare_update":
                 args = (*args[:-1], args[-1][0])
             await self._unless_gone(self.hosts.passing(self.name, method))
-            return await self._unless_gone(getattr(self.host, method)(*args))
+            answer = await self._unless_gone(getattr(self.host, method)(*args))
+            await self._unless_gone(self.hosts.passing(self.name, f"{method} answered"))
+            return answer
 
         return ask
 
@@ -278,6 +280,19 @@ async def test_a_refusal_is_told_at_once_though_another_host_only_begins_to_drai
             await update
         assert await core.abort(None, "enough") == 2
         await asyncio.wait(calls)
+
+
+async def test_a_late_word_of_older_weights_does_not_rename_those_a_host_serves():
+    async with serving() as (core, hosts):
+        (slot,), (request,) = core._pool.ready, scripted_requests(1)
+        elsewhere = Identity(policy_version=0, fingerprint="another")
+        with hosts.holding("host-0", "submit answered") as handed_back:
+            core._pool.send(slot, [request], {request.key: elsewhere})
+            await handed_back.wait()
+            assert await pushed(core, 1) == 1
+        await until(lambda: not slot.submits)
+        assert slot.identity is not None
+        assert slot.identity.policy_version == 1
 
 
 async def test_a_successor_that_hangs_while_it_loads_the_weights_is_replaced_too():
