@@ -19,6 +19,8 @@ from controller.testing import (
 )
 from controller.types import POLICY
 
+pytestmark = pytest.mark.slow  # together: every case plays thousands of rounds
+
 LEARNT_ROUNDS = 96
 """Rounds after which no planted error holds ``auto`` below 98% of plain decoding."""
 

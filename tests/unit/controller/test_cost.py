@@ -185,6 +185,7 @@ def test_an_unheard_parameter_returns_to_its_calibration_without_a_jump(slowdown
     assert tracker.slowdown == pytest.approx(slowdown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [1.0, 1.4])
 @pytest.mark.parametrize(("batch", "gamma", "check_every"), [(1, 4, 10_000), (2, 3, 10_000), (4, 3, 64)])
 def test_ten_thousand_noisy_rounds_of_one_shape_do_not_misprice_another(

@@ -147,12 +147,14 @@ def _mismatches(tokenizer: Any, cases: list[tuple[list[int], SamplingParams, int
     return wrong
 
 
+@pytest.mark.slow
 def test_stopping_and_cutting_equal_whole_decoding_whatever_the_bytes() -> None:
     tokenizer = _byte_tokenizer()
     assert _mismatches(tokenizer, _cases(tokenizer, 1500)) == []
 
 
 @pytest.mark.policy
+@pytest.mark.slow
 def test_stopping_and_cutting_equal_whole_decoding_with_the_embedded_tokenizer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_folder())
     assert _mismatches(tokenizer, _cases(tokenizer, 600)) == []
