@@ -111,6 +111,7 @@ class AutoController(BaseController):
         self._budget = ExploreBudget(config.explore_budget_frac)
         self._kept: _Kept | None = None
         self._since_plan_s = 0.0
+        self._thought_round = 0
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
         self._last_ar_per_s = 0.0
@@ -124,7 +125,7 @@ class AutoController(BaseController):
         if kept is not None and self._still_good(kept, now):
             return self._repeat(load, kept, now)
         plan, best_per_s, view = self._think(load)
-        self._kept, self._since_plan_s = replace(now, plan=plan), 0.0
+        self._kept, self._since_plan_s, self._thought_round = replace(now, plan=plan), 0.0, self._round
         return self._explore(view, plan, best_per_s)
 
     def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
@@ -162,9 +163,11 @@ class AutoController(BaseController):
         if any(self._acceptance.evidence_tokens(d) < YOUNG_TOKENS for d in drafters):
             return False
         patience_s = PLAN_S / self._config.think_budget_frac
-        if kept.keys == now.keys and kept.ready == now.ready:
-            patience_s *= UNCHANGED_PATIENCE
-        return self._since_plan_s < patience_s
+        if self._since_plan_s < patience_s:
+            return True
+        if kept.keys != now.keys or kept.ready != now.ready or self._look_due(kept):
+            return False
+        return self._since_plan_s < UNCHANGED_PATIENCE * patience_s
 
     def _repeat(self, load: RoundLoad, kept: _Kept, now: _Kept) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
@@ -295,12 +298,30 @@ class AutoController(BaseController):
             bucket = bucket_of(view.batch.size)
             seen = self._ar_seen_round.setdefault(bucket, self._round)
             loss_s = view.ar_s - view.batch.sunk_s - view.batch.size / best_per_s
-            due = self._round - seen >= self._interval(bucket, self._config.check_interval_rounds)
+            due = self._round >= self._check_round(bucket, seen)
             if due and self._budget.afford(loss_s, best_per_s):
                 self._ar_seen_round[bucket] = self._round
                 return self._priced(view.load, {}, "check of plain decoding", probe=True)
         probe = self._probe(view, plan, best_per_s)
         return plan if probe is None else probe
+
+    def _check_round(self, bucket: int, seen: int) -> int:
+        """Return the round in which plain decoding is to be looked at again."""
+        return seen + self._interval(bucket, self._config.check_interval_rounds)
+
+    def _probe_round(self, drafter: str) -> int:
+        """Return the round in which a drafter is to be looked at again."""
+        return self._seen_round[drafter] + self._interval(drafter, self._config.probe_interval_rounds)
+
+    def _look_due(self, kept: _Kept) -> bool:
+        """Whether a look became due since the last plan; one due before that could not be had then."""
+        looks: list[int] = []
+        if kept.plan.assignments:
+            bucket = bucket_of(len(kept.keys))
+            looks.append(self._check_round(bucket, self._ar_seen_round.get(bucket, self._round)))
+        if self._traits.gamma_per_sequence or not kept.plan.assignments:
+            looks += [self._probe_round(name) for name in kept.usable]
+        return any(self._thought_round < due <= self._round for due in looks)
 
     def _interval(self, what: str | int, rounds: int) -> int:
         """Return the rounds between looks at a drafter or a bucket: shorter for the first few."""
@@ -311,12 +332,7 @@ class AutoController(BaseController):
 
         None when none is due, or none that is can be afforded.
         """
-        due = [
-            name
-            for name in view.room_BD
-            if self._round - self._seen_round[name]
-            >= self._interval(name, self._config.probe_interval_rounds)
-        ]
+        due = [name for name in view.room_BD if self._round >= self._probe_round(name)]
         if not due or not (self._traits.gamma_per_sequence or not plan.assignments):
             return None
         for name in sorted(due, key=lambda d: self._seen_round[d]):

@@ -1,9 +1,10 @@
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from controller.auto import AutoController
+from controller.auto import PLAN_S, AutoController, _View
 from controller.config import ControllerConfig
 from controller.decide import build_controller
 from controller.testing import (
@@ -112,6 +113,41 @@ def test_a_probe_costs_one_sequence_a_few_tokens() -> None:
     probes = [p for p in found.plans if p.probe]
     assert probes
     assert all(len(p.assignments) == 1 and sum(a.gamma for a in p.assignments.values()) <= 2 for p in probes)
+
+
+class CountingController(AutoController):
+    """Counts the plans it works out."""
+
+    thoughts = 0
+
+    def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
+        self.thoughts += 1
+        return super()._think(load)
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.95])
+def test_early_looks_do_not_wait_for_the_next_plan_and_thinking_stays_within_its_budget(
+    acceptance: float,
+) -> None:
+    machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(acceptance), stall_chance=0.0)
+    config = ControllerConfig(explore_budget_frac=0.1)
+    controller = CountingController(config, traits_of(W4_ONLY), W4_ONLY, machine.calibration())
+    learn(machine, controller, batch=2, rounds=100)
+    controller.policy_changed(1)
+    before, seconds, looks = controller.thoughts, 0.0, []
+    for r in range(100, 1100):
+        load = load_of(2, round_index=r, policy_version=1)
+        plan = controller.decide(load, now_s=seconds)
+        facts = machine.run(load, plan)
+        controller.observe(facts)
+        seconds += facts.total_s
+        looks += [r] if plan.probe else []
+    interval = config.probe_interval_rounds if acceptance < 0.5 else config.check_interval_rounds
+    gaps = [b - a for a, b in pairwise(looks)]
+    patience_rounds = PLAN_S / config.think_budget_frac / (seconds / 1000)
+    assert len(gaps) >= 8
+    assert max(gaps) <= interval + patience_rounds + 1
+    assert (controller.thoughts - before) * PLAN_S <= config.think_budget_frac * seconds + 4 * PLAN_S
 
 
 # History, mixes, limits.
