@@ -116,6 +116,9 @@ class Calibration:
     quality: Quality = field(default_factory=Quality)
     """``unknown`` in files older than this field."""
 
+    taken_utc: str = ""
+    """When it was measured; empty in files older than this field."""
+
     timings: tuple[Timing, ...] = ()
     """What single forwards took, in short: some are taken again to see whether it still holds."""
 
@@ -134,6 +137,7 @@ class Calibration:
                 parts={name: PartFit(**fit) for name, fit in data["parts"].items()},
                 other=OtherFit(**data["other"]),
                 quality=Quality(**data.get("quality", {})),
+                taken_utc=data.get("taken_utc", ""),
                 timings=tuple(Timing(**timing) for timing in data.get("timings", ())),
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

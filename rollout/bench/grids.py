@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from controller.calibration import Calibration
 from controller.types import AR
 from rollout.bench.arms import EngineArms
 from rollout.bench.cell import HF
@@ -34,6 +35,8 @@ class Grid:
     grid: Literal["on", "off"]
     policy: Policy
     arms: EngineArms
+    calibration: Calibration | None
+    """What ``auto`` starts with; None where it does not run."""
 
     @property
     def prefix(self) -> str:
@@ -92,7 +95,8 @@ def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "
         raise ConfigError(f"drafter.names: {', '.join(missing)} could not be built from this policy")
     auto = AUTO in chosen_arms(job)
     calibration = load_or_calibrate(engine, job.controller, engine_config) if auto else None
-    return Grid(grid=grid, policy=policy, arms=EngineArms(engine, calibration, another=lane))
+    arms = EngineArms(engine, calibration, another=lane)
+    return Grid(grid=grid, policy=policy, arms=arms, calibration=calibration)
 
 
 def offgrid_change(on: Policy, off: Policy) -> PerplexityChange | None:

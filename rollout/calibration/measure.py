@@ -88,7 +88,12 @@ def calibrate(
         if seconds
     )
     fitted = fit([*samples, *extras.other], shapes, key=key)
-    return replace(fitted, quality=judge(timings, others_frac=neighbours.share()), timings=timings)
+    return replace(
+        fitted,
+        quality=judge(timings, others_frac=neighbours.share()),
+        taken_utc=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        timings=timings,
+    )
 
 
 def contradiction(engine: Engine, calibration: Calibration) -> str:

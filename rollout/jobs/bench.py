@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from controller.calibration import Calibration
 from rollout.bench.bound import Peaks
 from rollout.bench.cell import HF, Cell
 from rollout.bench.drain import drain_cells
@@ -159,11 +160,24 @@ def _conditions(
             }
             for grid in grids
         },
+        "calibrations": {
+            grid.grid: None if grid.calibration is None else told(grid.calibration) for grid in grids
+        },
         "offgrid_perplexity": None if change is None else {**asdict(change), "ratio": change.ratio},
         "hf_dtype": None if hf is None else str(hf.dtype).removeprefix("torch."),
         "interleaving": "our own arms in lockstep, round by round; the foreign one before or after them",
         "between_runs": "controllers start fresh, prompts are named anew, no prompt page is kept",
         "started_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def told(calibration: Calibration) -> dict[str, Any]:
+    """Return what ``auto`` was told of the machine, and how far that can be trusted."""
+    return {
+        "taken_utc": calibration.taken_utc,
+        "quality": asdict(calibration.quality),
+        "parts": {name: asdict(fit) for name, fit in calibration.parts.items()},
+        "other": asdict(calibration.other),
     }
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from controller.testing import W4_ONLY, SimulatedMachine
+from controller.trust import Quality
 from rollout.bench.grids import chosen_arms, open_grid, resolved_engine
 from rollout.bench.prompts import PROMPTS, prompt_ids
 from rollout.bench.result import table
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
-from rollout.jobs.bench import main
+from rollout.jobs.bench import main, told
 from rollout.jobs.compose import compose_job
 from rollout.testing import char_tokenizer, save_tiny_folder
 
@@ -121,6 +123,17 @@ def test_goals_say_their_lower_end_and_verdict(written: dict[str, Any]) -> None:
     assert goal["verdict"] != "undecided" or goal["name"] in undecided
 
 
+def test_conditions_tell_what_auto_was_told_of_the_machine_and_how_far_to_trust_it() -> None:
+    found = SimulatedMachine(shapes=W4_ONLY).calibration()
+    quality = Quality(verdict="provisional", reason="others took 40% of the processor")
+    said = json.loads(json.dumps(told(replace(found, quality=quality, taken_utc="2026-01-02T03:04:05Z"))))
+    assert said["taken_utc"] == "2026-01-02T03:04:05Z"
+    assert (said["quality"]["verdict"], said["quality"]["reason"]) == (quality.verdict, quality.reason)
+    for name, part in found.parts.items():
+        assert said["parts"][name]["bandwidth_bytes_per_s"] == part.bandwidth_bytes_per_s
+        assert said["parts"][name]["flops_per_s"] == part.flops_per_s
+
+
 def test_conditions_name_machine_versions_threads_and_settings(written: dict[str, Any]) -> None:
     conditions = written["conditions"]
     assert conditions["threads"] == 1
@@ -133,6 +146,7 @@ def test_conditions_name_machine_versions_threads_and_settings(written: dict[str
     assert conditions["offgrid_perplexity"]["ratio"] > 0
     assert set(conditions["policies"]) == {"on", "off"}
     assert conditions["policies"]["on"]["weights"] != conditions["policies"]["off"]["weights"]
+    assert conditions["calibrations"] == {"on": None, "off": None}
     assert all(speed > 0 for speed in conditions["memory_read"]["bytes_per_s"])
     assert all(rate > 0 for rate in conditions["kernel_flops_per_s"])
     assert written["complete"] is True
