@@ -346,7 +346,7 @@ class HostPool:
         if slot.host == host:
             slot.status = status
         if status.in_round_s > self._config.stall_timeout_s:
-            self._lose(slot, host, f"a round or command has been running for {status.in_round_s:.0f} s")
+            self._lose(slot, host, f"its round or command has been running for {status.in_round_s:.0f} s")
 
     # ---- requests ---------------------------------------------------------------------------------
 
