@@ -40,7 +40,8 @@ class HostEvents:
     """Over the process border their ``tokens`` are empty: the emissions carried them."""
 
     crashed: str | None = None
-    """Why the engine will run no further round. Everything it held is in ``completions``."""
+    """Why the engine will run no further round. Everything it held is in ``completions``, or, where its
+    thread came to an end, was held by nobody any more and may be sent elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
