@@ -23,7 +23,7 @@ from controller.log import Record
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
 
-PLAN_S = 3.5e-4
+PLAN_S = 9e-4
 """What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
 
 UNCHANGED_PATIENCE = 4.0
