@@ -53,10 +53,6 @@ class Work:
     temperature: float
     run_seed: int
 
-    def shortened(self, most: int) -> "Work":
-        """Return the same rows with at most ``most`` new tokens each."""
-        return replace(self, max_tokens=tuple(min(n, most) for n in self.max_tokens))
-
     def requests(self, *, run: str) -> list[Request]:
         """Return one request per row; ``run`` makes their names unique, seeds depend on the row alone."""
         return [

@@ -10,9 +10,9 @@ from controller.calibration import Calibration
 from controller.types import AR
 from rollout.bench.arms import EngineArms
 from rollout.bench.cell import HF
-from rollout.bench.machine import usable_cores
 from rollout.calibration.store import load_or_calibrate
 from rollout.config import EngineConfig
+from rollout.cores import usable_cores
 from rollout.engine.native.build import engine_of, live_weights
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.perplexity import SAMPLE_TEXT, PerplexityChange, perplexity_change
@@ -54,7 +54,7 @@ def resolved_engine(job: JobConfig, *, rows: int) -> EngineConfig:
     if config.max_batch < rows:
         raise ConfigError(f"engine.max_batch must be >= {rows}, the rows that run at once")
     # Without the prefix cache every run computes its prompts, as the foreign arm does.
-    return replace(config, threads=config.threads or usable_cores(), prefix_cache=False)
+    return replace(config, threads=config.threads or len(usable_cores()), prefix_cache=False)
 
 
 def chosen_arms(job: JobConfig) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 
 from controller.types import POLICY
 from drafters.kernels.build import KernelBuildError, compiler, cpu_features
+from rollout.cores import usable_cores
 from rollout.engine.native.engine import NativeEngine
 
 READ_BYTES = 256 << 20
@@ -80,7 +81,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
         "system": platform.system(),
-        "cores_usable": usable_cores(),
+        "cores_usable": len(usable_cores()),
         "flags": [flag for flag in FLAGS if flag in features],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": list(os.getloadavg()),
@@ -106,11 +107,6 @@ def commit() -> dict[str, Any] | None:
         return None
     head, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "-uno")
     return None if head is None else {"id": head, "changed": bool(status)}
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

@@ -5,6 +5,8 @@ import resource
 import time
 from pathlib import Path
 
+from rollout.cores import usable_cores
+
 STAT = Path("/proc/stat")
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -25,13 +27,7 @@ class Neighbours:
         if busy_s is None or self._busy_s is None or span_s < LEAST_S:
             return None
         others_s = (busy_s - self._busy_s) - (_own_s() - self._own_s)
-        return min(1.0, max(0.0, others_s / (span_s * len(_cores()))))
-
-
-def _cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
+        return min(1.0, max(0.0, others_s / (span_s * len(usable_cores()))))
 
 
 def _own_s() -> float:
@@ -45,7 +41,7 @@ def _busy_s() -> float | None:
         lines = STAT.read_text().splitlines()
     except OSError:
         return None
-    ours = {f"cpu{core}" for core in _cores()}
+    ours = {f"cpu{core}" for core in usable_cores()}
     ticks, found = 0, 0
     for name, *numbers in (line.split() for line in lines if line):
         if name in ours:

@@ -25,6 +25,7 @@ from controller.config import ControllerConfig
 from drafters.kernels.build import cpu_features, sources_key
 from rollout.calibration.measure import SWEEP_BUDGET_S, calibrate, contradiction
 from rollout.config import EngineConfig
+from rollout.cores import usable_cores
 from rollout.engine.protocol import Engine
 from rollout.errors import ConfigError
 from rollout.paths import cache_dir
@@ -117,7 +118,7 @@ def calibration_key(engine: Engine, engine_config: EngineConfig) -> str:
     named = {
         "processor": cpu_features(),
         "kernels": sources_key(KERNEL_FOLDERS),
-        "cores": _usable_cores(),
+        "cores": len(usable_cores()),
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
         "engine": engine.traits.engine,
         "numerics": engine.traits.numerics,
@@ -176,7 +177,3 @@ def _one_at_a_time(key: str) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         waiting.hush()
         yield
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 from controller.types import EngineTraits, InFlight
 from rollout.config import ServiceConfig
+from rollout.cores import usable_cores
 from rollout.errors import (
     ConfigError,
     EngineCrashError,
@@ -523,7 +523,4 @@ class HostPool:
 
 def threads_for(hosts: int, *, nodes: int) -> int:
     """Return each host's share of a machine's cores, hosts being spread evenly."""
-    with contextlib.suppress(AttributeError):
-        cores = len(os.sched_getaffinity(0))
-        return max(1, cores // math.ceil(hosts / nodes))
-    return max(1, (os.cpu_count() or 1) // math.ceil(hosts / nodes))
+    return max(1, len(usable_cores()) // math.ceil(hosts / nodes))

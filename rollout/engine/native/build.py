@@ -1,7 +1,6 @@
 """Composition of a native engine: the one place that knows every part by its class."""
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from drafters.config import DrafterConfig
 from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig, PolicyConfig
+from rollout.cores import usable_cores
 from rollout.engine.chooser_compiled import CompiledChooser
 from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
@@ -59,7 +59,7 @@ class LiveWeights:
 
 def live_weights(policy: Policy, config: EngineConfig) -> LiveWeights:
     """Pack a policy's weights and check their numerics."""
-    threads = config.threads or _usable_cores()
+    threads = config.threads or len(usable_cores())
     rope = rope_tables(policy.config, min(policy.spec.max_positions, config.max_context_tokens + 1))
     decoder, description = _decoder(policy.spec, rope.cos_PH, rope.sin_PH, config, threads)
     decoder.load(policy.state)
@@ -79,7 +79,7 @@ def engine_of(
 
     Engines that take turns on one thread may share ``weights``: an update of one would be an update of all.
     """
-    threads = engine_config.threads or _usable_cores()
+    threads = engine_config.threads or len(usable_cores())
     weights = weights or live_weights(policy, engine_config)
     decoder = weights.decoder
     chooser: Chooser = CompiledChooser(threads=threads) if decoder.compiled else TorchChooser()
@@ -144,7 +144,3 @@ def _numerics(decoder: Decoder, config: EngineConfig) -> bool:
     if config.numerics == "auto":
         log.info("engine.numerics: auto -> %s", "exact" if passed else "fast")
     return passed
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
