@@ -1,7 +1,9 @@
 """The trainer's side: a plain, blocking object in front of a service somewhere in the cluster."""
 
 import logging
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -77,9 +79,17 @@ class RolloutClient:
         """Return one completion per request, in order, each ended exactly once. A bad one fails alone.
 
         A mapping without ``prompt_uid`` is named by its prompt (``naming.Namer``). An interrupt aborts what
-        has not ended; so does the death of this process, within seconds.
+        has not ended, so that it can be asked for again at once; the death of this process does so too,
+        within seconds.
         """
-        return cast(list[Completion], self._call("generate", "generate", list(requests), self._own()))
+        call = uuid.uuid4().hex
+        try:
+            return cast(
+                list[Completion], self._call("generate", "generate", list(requests), call, self._own())
+            )
+        except KeyboardInterrupt:
+            self._end_call(call)
+            raise
 
     def sample(
         self,
@@ -155,15 +165,18 @@ class RolloutClient:
     def stream(self, requests: Sequence[Request | Mapping[str, Any]]) -> Iterator[Emission | Completion]:
         """Yield tokens as they are committed, and each request's completion once, after its last token.
 
-        Closing the iterator early, or an interrupt, aborts what has not ended.
+        Closing the iterator early, or an interrupt, aborts what has not ended: it can be asked for again at
+        once.
         """
+        call = uuid.uuid4().hex
         method = self._service.generate_stream.options(concurrency_group="generate", num_returns="streaming")
-        references = method.remote(list(requests), self._own())
+        references = method.remote(list(requests), call, self._own())
         try:
             for reference in references:
                 yield from _get(reference)
         except (GeneratorExit, KeyboardInterrupt):
             ray.cancel(references)
+            self._end_call(call)
             raise
         except RayActorError as error:
             raise ServiceGoneError(_GONE) from error
@@ -235,6 +248,13 @@ class RolloutClient:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_caller": None}  # it stands for this process
+
+    def _end_call(self, call: str) -> None:
+        """Return once nothing of a call is alive. Cancelling it in Ray only asks for that, at some time."""
+        if not ray.is_initialized():
+            return  # the interpreter ends; the service notices that by itself
+        with suppress(RolloutError):  # a service that is gone has nothing alive either
+            self._control("end_call", call)
 
     def _own(self) -> CallerRef:
         """Return what tells the service, by its end, that this process is gone."""

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 StreamItem = Emission | Completion
 
+ENDED_EARLY_KEPT = 256
+"""Calls ended before they arrived that are remembered: an interrupt may overtake the call it ends."""
+
 
 class BatchSink:
     """Waits for the endings of one call's items, in their order."""
@@ -108,6 +111,9 @@ class ServiceCore:
         self._queue: deque[list[Sample]] = deque()
         self._pool = HostPool(spec, config, self, new_host=new_host)
         self._counts: Counter[str] = Counter()
+        self._calls: dict[str, list[Sample]] = {}
+        """What the calls under way opened, by their callers' names for them."""
+        self._ended_early: deque[str] = deque(maxlen=ENDED_EARLY_KEPT)
         self._closed = False
 
     async def start(self) -> None:
@@ -116,22 +122,35 @@ class ServiceCore:
 
     # ---- generation -------------------------------------------------------------------------------
 
-    async def generate(self, items: Sequence[object]) -> list[Completion]:
-        """Return one completion per item, in order. Cancelling it aborts what has not ended."""
+    async def generate(self, items: Sequence[object], call: str) -> list[Completion]:
+        """Return one completion per item, in order. Cancelling it, or ``end_call``, aborts what is left."""
         sinks = [BatchSink() for _ in items]
-        opened = self._admit(items, sinks)
+        self._admit(items, sinks, call)
         try:
             return list(await asyncio.gather(*(sink.ending for sink in sinks)))
         finally:
-            self._abandon(opened)
+            self.close_call(call)
 
-    def open_stream(self, items: Sequence[object]) -> tuple[StreamSink, list[Sample]]:
-        """Admit items and return where their tokens will arrive."""
+    def open_stream(self, items: Sequence[object], call: str) -> StreamSink:
+        """Admit items and return where their tokens will arrive; ``close_call`` must follow."""
         sink = StreamSink(len(items))
-        return sink, self._admit(items, [sink] * len(items))
+        self._admit(items, [sink] * len(items), call)
+        return sink
 
-    def _admit(self, items: Sequence[object], sinks: Sequence[Any]) -> list[Sample]:
+    def close_call(self, call: str) -> None:
+        """End what is left of a call nobody waits for any more. Harmless when repeated."""
+        self._abandon(self._calls.pop(call, ()))
+
+    async def end_call(self, call: str) -> None:
+        """Do as ``close_call``, on the caller's wish, also for a call that is still on its way."""
+        if call not in self._calls:
+            self._ended_early.append(call)
+        self.close_call(call)
+
+    def _admit(self, items: Sequence[object], sinks: Sequence[Any], call: str) -> None:
         """Check items at the door; the good ones are queued, the bad ones end here, each alone."""
+        if call in self._ended_early:
+            raise AbortedError("its caller ended this call before it arrived")
         namer = Namer(lambda key: self._ledger.get(key) is not None)
         opened: list[Sample] = []
         try:
@@ -146,11 +165,12 @@ class ServiceCore:
             self._queue.extend(groups.values())
             for sample in opened:
                 self._arm_deadline(sample)
+            self._calls[call] = opened
             self._dispatch()
         except BaseException:
+            self._calls.pop(call, None)
             self._abandon(opened)  # the caller gets the error and would never hear of them
             raise
-        return opened
 
     def _open(self, item: object, index: int, sink: Sink, namer: Namer) -> Sample | None:
         """Take an item, or end it; whatever is wrong with it is its own."""
@@ -193,10 +213,6 @@ class ServiceCore:
         for sample in samples:
             if self._ledger.get(sample.asked.key) is sample:
                 self._drop(sample, AbortedError("nobody waits for it"))
-
-    def abandon(self, samples: Sequence[Sample]) -> None:
-        """End what is left of a stream nobody reads any more."""
-        self._abandon(samples)
 
     def _arm_deadline(self, sample: Sample) -> None:
         """Hosts end what they hold; only a sample still queued when its time is over is ended here."""
@@ -463,34 +479,42 @@ class RolloutService:
         """Never return. Whoever calls this owns the reference; see ``callers``."""
         await asyncio.Event().wait()
 
-    async def generate(self, items: Sequence[object], caller: CallerRef | None = None) -> list[Completion]:
-        """Return one completion per item (``Request`` or mapping), in order, each ended exactly once."""
-        work = asyncio.run_coroutine_threadsafe(self._core.generate(items), self._loop)
+    async def generate(
+        self, items: Sequence[object], call: str, caller: CallerRef | None = None
+    ) -> list[Completion]:
+        """Return one completion per item (``Request`` or mapping), in order, each ended exactly once.
+
+        ``call`` is the caller's name for this call, never used twice; ``end_call`` ends it by that.
+        """
+        work = asyncio.run_coroutine_threadsafe(self._core.generate(items, call), self._loop)
         with self._callers.watching(caller, work.cancel):
             return await asyncio.wrap_future(work)
 
     async def generate_stream(
-        self, items: Sequence[object], caller: CallerRef | None = None
+        self, items: Sequence[object], call: str, caller: CallerRef | None = None
     ) -> AsyncIterator[list[StreamItem]]:
         """Yield tokens and endings of all items as they come, several at a time."""
-        opening = asyncio.run_coroutine_threadsafe(_call(self._core.open_stream, items), self._loop)
+        opening = asyncio.run_coroutine_threadsafe(_call(self._core.open_stream, items, call), self._loop)
 
-        def abandon(*_: object) -> None:
-            if opening.exception() is None:
-                self._loop.call_soon_threadsafe(self._core.abandon, opening.result()[1])
+        def close(*_: object) -> None:
+            self._loop.call_soon_threadsafe(self._core.close_call, call)
 
         try:
-            stream, _ = await asyncio.shield(asyncio.wrap_future(opening))
+            stream = await asyncio.shield(asyncio.wrap_future(opening))
         except asyncio.CancelledError:
-            opening.add_done_callback(abandon)  # it is opened all the same, and nobody will read it
+            opening.add_done_callback(close)  # it is opened all the same, and nobody will read it
             raise
 
         try:
-            with self._callers.watching(caller, abandon):
+            with self._callers.watching(caller, close):
                 while batch := await self._there(stream.take()):
                     yield batch
         finally:
-            abandon()
+            close()
+
+    async def end_call(self, call: str) -> None:
+        """Return once nothing of that call is alive here, also if it has not arrived yet."""
+        await self._there(self._core.end_call(call))
 
     async def update_weights(self, manifest: UpdateManifest, weights: list[Any], in_flight: InFlight) -> int:
         """Switch all hosts to new weights, or none; returns the live version."""

@@ -1,5 +1,6 @@
 """N in, N out, in order, once: through the real service and real host processes."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -274,7 +275,25 @@ def test_a_stream_that_is_closed_early_or_interrupted_leaves_nothing_running(end
     assert slow_host.stats()["service/live"] == 3
     with pytest.raises(end):
         stream.throw(end)
-    wait_until(lambda: slow_host.stats()["service/live"] == 0)
+    assert slow_host.stats()["service/live"] == 0, "what was asked for can be asked for again at once"
+    wait_until(lambda: slow_host.health().hosts[0].loop.live == 0)
+
+
+def test_a_batch_that_is_interrupted_leaves_nothing_running_and_can_be_asked_for_again(slow_host, wait_until):
+    requests = scripted_requests(3, tokens=90_000, tag="interrupted")
+
+    def interrupt_once_alive():
+        wait_until(lambda: slow_host.stats()["service/live"] == 3)
+        signal.raise_signal(signal.SIGINT)  # Python hands it to the main thread, which waits in generate
+
+    other = threading.Thread(target=interrupt_once_alive)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        slow_host.generate(requests)
+    assert slow_host.stats()["service/live"] == 0
+    other.join()
+    short = [replace(r, params=replace(r.params, max_tokens=3)) for r in requests]
+    assert [c.finish_reason for c in slow_host.generate(short)] == ["length"] * 3
     wait_until(lambda: slow_host.health().hosts[0].loop.live == 0)
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import gc
+import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from controller.types import InFlight
 from rollout.config import ServiceConfig
-from rollout.errors import WeightUpdateError
+from rollout.errors import AbortedError, WeightUpdateError
 from rollout.policy.weights import manifest
 from rollout.service.actors import HostGoneError
 from rollout.service.host import PolicyHost
@@ -22,7 +23,9 @@ from rollout.service.payload import pack
 from rollout.service.records import HostEvents, Identity
 from rollout.service.service import RolloutService, ServiceCore
 from rollout.testing_engine import Faults, ScriptedSpec, scripted_requests, scripted_weights
+from rollout.types import Completion, Request
 
+CALLS = itertools.count()
 CONFIG = ServiceConfig(threads_per_host=1, health_every_s=60.0, flush_s=0.001)
 
 
@@ -130,6 +133,10 @@ async def state_of(hosts: Hosts, host: str) -> str:
     return (await hosts.started[host].host.status()).state
 
 
+async def generated(core: ServiceCore, requests: Sequence[Request]) -> list[Completion]:
+    return await core.generate(requests, f"call {next(CALLS)}")
+
+
 def ready(core: ServiceCore) -> list[str]:
     return [slot.host for slot in core._pool.ready]
 
@@ -145,7 +152,7 @@ async def test_a_host_that_restarts_while_the_others_are_woken_is_awake_when_it_
         await waking
         assert not core._pool.asleep
         assert [await state_of(hosts, host) for host in ready(core)] == ["running"] * 2
-        done = await core.generate(scripted_requests(6, tokens=4))
+        done = await generated(core, scripted_requests(6, tokens=4))
         assert {c.finish_reason for c in done} == {"length"}
 
 
@@ -174,7 +181,7 @@ async def test_a_caller_that_gives_up_its_abort_takes_nothing_from_others():
     async with serving() as (core, hosts):
         with hosts.holding("host-0", "submit") as sent:
             mine, theirs = scripted_requests(2, tokens=4)
-            answers = asyncio.create_task(core.generate([mine, theirs]))
+            answers = asyncio.create_task(generated(core, [mine, theirs]))
             await sent.wait()
             abort = asyncio.create_task(core.abort([mine.key], "enough"))
             await asyncio.sleep(0.01)
@@ -198,7 +205,7 @@ async def pushed(core: ServiceCore, version: int, *, mode: InFlight = "drain") -
 async def test_an_abort_holds_for_a_sample_whose_host_dies_before_it_has_answered():
     async with serving(ENDLESS, hosts=2) as (core, hosts):
         first, second = endless(2)
-        calls = [asyncio.create_task(core.generate([r])) for r in (first, second)]
+        calls = [asyncio.create_task(generated(core, [r])) for r in (first, second)]
         await until(lambda: len(core._ledger.held_by("host-1")) == 1)
         (lost,) = core._ledger.held_by("host-1")
         with hosts.holding("host-1", "abort") as asked:
@@ -215,7 +222,7 @@ async def test_an_abort_holds_for_a_sample_that_its_host_hands_back():
     async with serving(hosts=2) as (core, hosts):
         (request,) = scripted_requests(1)
         with hosts.holding("host-0", "submit") as asked:
-            call = asyncio.create_task(core.generate([request]))
+            call = asyncio.create_task(generated(core, [request]))
             await asked.wait()
             abort = asyncio.create_task(core.abort([request.key], "enough"))
             await asyncio.sleep(0)
@@ -229,22 +236,23 @@ async def test_an_abort_holds_for_a_sample_that_its_host_hands_back():
 async def test_a_sample_that_was_sent_on_is_asked_again_by_its_callers_next_attempt():
     async with serving(ENDLESS, hosts=2) as (core, hosts):
         (request,) = endless(1)
-        old = asyncio.create_task(core.generate([request]))
+        old = asyncio.create_task(generated(core, [request]))
         await until(lambda: bool(core._ledger.held_by("host-0")))
         hosts.started["host-0"].kill()
         await until(lambda: bool(core._ledger.held_by("host-1")))
-        (new,) = await core.generate([replace(scripted_requests(1, tokens=5)[0], attempt=1)])
+        (new,) = await generated(core, [replace(scripted_requests(1, tokens=5)[0], attempt=1)])
         assert (new.finish_reason, new.attempt) == ("length", 1)
         assert (await old)[0].error == "AbortedError: attempt 1 of ('p0', 0) stands in for it"
 
 
 async def test_what_has_ended_is_forgotten_though_its_deadline_is_far():
     async with serving() as (core, _):
-        stream, samples = core.open_stream([replace(scripted_requests(1)[0], deadline_s=1e6)])
+        stream = core.open_stream([replace(scripted_requests(1)[0], deadline_s=1e6)], "call")
         while await stream.take():
             pass
+        core.close_call("call")
         forgotten = weakref.ref(stream)
-        del stream, samples
+        del stream
         gc.collect()
         assert forgotten() is None
 
@@ -269,7 +277,7 @@ async def test_an_update_that_breaks_every_engine_is_refused():
 async def test_a_refusal_is_told_at_once_though_another_host_only_begins_to_drain():
     spec = replace(ENDLESS, faults=Faults(only_host="host-0", refuse_stage=True))
     async with serving(spec, hosts=2) as (core, hosts):
-        calls = [asyncio.create_task(core.generate([r])) for r in endless(2)]
+        calls = [asyncio.create_task(generated(core, [r])) for r in endless(2)]
         await until(lambda: bool(core._ledger.held_by("host-1")))
         with hosts.holding("host-1", "prepare_update") as asked:
             update = asyncio.create_task(pushed(core, 1))
@@ -308,7 +316,7 @@ async def test_a_stream_whose_reader_goes_away_while_it_is_opened_leaves_nothing
     hosts = Hosts()
     service = RolloutService(ENDLESS, CONFIG, run_seed=0, new_host=hosts)
     await service.start()
-    reading = asyncio.create_task(anext(service.generate_stream(endless(2))))
+    reading = asyncio.create_task(anext(service.generate_stream(endless(2), "call")))
     await asyncio.sleep(0)
     while len(service._core._ledger) < 2:
         time.sleep(0.001)  # blocks this loop, so that the reader has not heard of it yet
@@ -319,3 +327,29 @@ async def test_a_stream_whose_reader_goes_away_while_it_is_opened_leaves_nothing
             await asyncio.sleep(0.005)
     await service.close()
     await ended(hosts)
+
+
+async def test_what_an_ended_call_asked_for_can_be_asked_for_again_at_once():
+    async with serving(ENDLESS) as (core, _):
+        requests = endless(2)
+        for call in ("batch", "stream"):
+            if call == "batch":
+                old = asyncio.create_task(core.generate(requests, call))
+                await until(lambda: len(core._ledger.held_by("host-0")) == 2)
+            else:
+                core.open_stream(requests, call)
+            await core.end_call(call)
+            again = asyncio.create_task(generated(core, requests))
+            await until(lambda: len(core._ledger.held_by("host-0")) == 2)
+            assert await core.abort(None, "enough") == 2
+            assert [c.error for c in await again] == ["AbortedError: enough"] * 2
+        assert [c.error for c in await old] == ["AbortedError: nobody waits for it"] * 2
+
+
+async def test_a_call_that_was_ended_before_it_came_takes_nothing():
+    async with serving(ENDLESS) as (core, _):
+        await core.end_call("overtaken")
+        with pytest.raises(AbortedError, match="before it arrived"):
+            core.open_stream(endless(2), "overtaken")
+        assert len(core._ledger) == 0
+        await core.end_call("overtaken")
