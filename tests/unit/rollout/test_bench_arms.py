@@ -1,7 +1,6 @@
 """Our own arms: fresh state per run, rounds in lockstep, and no result when a token differs."""
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -37,12 +36,10 @@ def small_engine() -> NativeEngine:
 
 
 @pytest.fixture(scope="module")
-def arms() -> Iterator[EngineArms]:
+def arms() -> EngineArms:
     engine = small_engine()
-    gc.freeze()  # every run collects first, and would walk all that pytest holds
     calibration = calibrate(engine, ControllerConfig(), key="tiny", budget_s=0.2)
-    yield EngineArms(engine, calibration, another=small_engine)
-    gc.unfreeze()
+    return EngineArms(engine, calibration, another=small_engine)
 
 
 def cell_of(arms: EngineArms, *, min_pairs: int = 2, max_pairs: int = 2) -> Cell:
