@@ -5,6 +5,7 @@ A test that covers one names its id in its docstring, or in a comment beside its
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -56,6 +57,7 @@ CLAIMS = {
 }
 
 
+@cache
 def named_cases() -> dict[str, list[str]]:
     """Return the tests that name each id."""
     found: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -186,27 +187,41 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_setting(
     assert "output_dir: cannot write there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "source"),
-    [
-        *((command, "/no/such/policy") for command in ("run", "verify", "bench", "calibrate")),
-        *((command, "some/policy-that-is-nowhere") for command in ("run", "verify")),
-    ],
-)
-def test_a_policy_that_is_nowhere_is_refused_before_anything_heavy_is_loaded(
-    command: str, source: str, tmp_path: Path
-) -> None:
+NOWHERE = [
+    *((command, "/no/such/policy") for command in ("run", "verify", "bench", "calibrate")),
+    *((command, "some/policy-that-is-nowhere") for command in ("run", "verify")),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """What became of each command, one after the other in one fresh process in an empty folder."""
     code = (
-        "import sys; from rollout.cli import main; verdict = main(sys.argv[1:]); "
-        "sys.exit('imported torch' if 'torch' in sys.modules else verdict)"
+        "import contextlib, io, json, os, sys; from rollout.cli import main\n"
+        "for command, source in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as said:\n"
+        "        verdict = main([command, f'policy.source={source}'])\n"
+        "    facts = {'verdict': verdict, 'said': said.getvalue(), 'torch': 'torch' in sys.modules}\n"
+        "    print(json.dumps({**facts, 'left': os.listdir()}))\n"
     )
-    words = [sys.executable, "-c", code, command, f"policy.source={source}"]
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == MISUSED, done.stderr
-    assert f"taildraft: {command}: policy.source='{source}'" in done.stderr
+    folder = tmp_path_factory.mktemp("nowhere")
+    words = [sys.executable, "-c", code, json.dumps(NOWHERE)]
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(NOWHERE, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("command", "source"), NOWHERE)
+def test_a_policy_that_is_nowhere_is_refused_before_anything_heavy_is_loaded(
+    command: str, source: str, refusals: dict[tuple[str, str], dict[str, Any]]
+) -> None:
+    found = refusals[command, source]
+    assert found["verdict"] == MISUSED
+    assert not found["torch"]
+    assert f"taildraft: {command}: policy.source='{source}'" in found["said"]
     if source.startswith("/"):
-        assert list(tmp_path.iterdir()) == []
+        assert found["left"] == []
 
 
 @pytest.mark.parametrize(("command", "setting"), [("run", "drafter.names"), ("verify", "verify.drafters")])
