@@ -19,6 +19,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> HfArm:
     return HfArm(folder, threads=1, dtype=torch.float32)
 
 
+@pytest.mark.slow  # these two run whole generations of transformers, in every way it offers
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_every_row_gets_exactly_its_length(arm: HfArm, way: Way, temperature: float) -> None:
@@ -30,6 +31,7 @@ def test_a_row_of_another_length_is_refused(arm: HfArm) -> None:
         arm.replay(PROMPTS, [3, 17, 9, 0], temperature=1.0, way="rows dropped, sdpa")
 
 
+@pytest.mark.slow
 def test_the_pilot_times_every_way_and_takes_the_fastest(arm: HfArm) -> None:
     pilot = arm.choose(PROMPTS, [2 * n for n in LENGTHS], temperature=1.0)
     assert set(pilot.seconds) | set(pilot.failed) == set(WAYS)

@@ -395,7 +395,7 @@ def _open(folder: Path, kind: Any, **more: Any) -> Tracker:
     return open_tracker(TrackerConfig(kind=kind, **more), run)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "wandb"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("wandb", marks=pytest.mark.slow)])
 def test_four_forked_and_spawned_senders_and_a_killed_one_do_not_stop_the_writer(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
