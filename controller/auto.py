@@ -7,7 +7,7 @@ sequence draft while speculation is off, checks decode plainly while it is on.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,22 @@ from controller.log import Record
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
 
-PLAN_S = 9e-4
+PLAN_S = 1.1e-3
 """What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
 
 UNCHANGED_PATIENCE = 4.0
-"""How much longer a plan is repeated when neither sequences nor ready drafts changed."""
+"""How much longer a plan is repeated when neither the sequences nor what is ready for them changed much."""
+
+FAR_GAIN = -0.06
+"""Predicted gain below which plain decoding is far from being beaten: it is questioned half as often."""
+
+FAR_PATIENCE = 2.0
+
+MORE_READY = 1.25
+"""Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
+
+MORE_READY_TOKENS = 0.5
+"""Least difference of the two that does."""
 
 YOUNG_TOKENS = 64.0
 """Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
@@ -49,7 +60,6 @@ EARLY_SHARE = 4
 """How many times shorter the wait for an early look is."""
 
 Ints = NDArray[np.intp]
-NO_PLAN = RoundPlan(assignments={}, reason="")
 NO_MODEL = DraftLine(pass_s=0.0, row_s=0.0)
 
 
@@ -79,11 +89,13 @@ class _Kept:
 
     plan: RoundPlan
     keys: tuple[int, ...]
-    ready: tuple[int, ...]
-    """Ready draft tokens of every sequence and reporting drafter, in order."""
-
     usable: tuple[str, ...]
     prefill: bool
+    promised: float = 0.0
+    """Tokens that the drafts ready for free were expected to bring."""
+
+    reads_ready: bool = False
+    """Whether the plan uses such drafts: it is cut, every round, to what is ready."""
 
 
 class AutoController(BaseController):
@@ -110,7 +122,9 @@ class AutoController(BaseController):
         self._last_drafter: dict[int, str] = {}
         self._budget = ExploreBudget(config.explore_budget_frac)
         self._kept: _Kept | None = None
-        self._since_plan_s = 0.0
+        self._since_plan_s = self._since_look_up_s = 0.0
+        self._patience_s = 0.0
+        """Time for which the last plan is not even questioned, unless the batch changes."""
         self._thought_round = 0
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
@@ -118,15 +132,41 @@ class AutoController(BaseController):
 
     # Deciding.
 
+    def wants_look_up(self, load: RoundLoad) -> bool:
+        """Whether a new plan may be due, or the last one is cut to what is ready."""
+        kept = self._kept
+        return kept is None or kept.reads_ready or not self._stands(kept, load, self._round + 1)
+
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
-        now = _situation(load, tuple(d for d in self._drafters if self._watchdog.usable(d)))
         kept = self._kept
-        if kept is not None and self._still_good(kept, now):
-            return self._repeat(load, kept, now)
+        if kept is not None:
+            if self._stands(kept, load, self._round):
+                return self._repeat(load, kept)
+            if self._unchanged(kept, load, self._round) and self._promises_alike(kept, load):
+                self._since_look_up_s = 0.0
+                return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
-        self._kept, self._since_plan_s, self._thought_round = replace(now, plan=plan), 0.0, self._round
+        self._kept = _Kept(
+            plan=plan,
+            keys=view.batch.keys,
+            usable=self._usable(),
+            prefill=load.prefill_tokens > 0,
+            promised=self._promised(load),
+            reads_ready=any(not self._model.runs_model(a.drafter) for a in plan.assignments.values()),
+        )
+        self._since_plan_s = self._since_look_up_s = 0.0
+        self._thought_round = self._round
         return self._explore(view, plan, best_per_s)
+
+    def _usable(self) -> tuple[str, ...]:
+        """Return the drafters that plans may use now."""
+        return tuple([d for d in self._drafters if self._watchdog.usable(d)])
+
+    def _promised(self, load: RoundLoad) -> float:
+        """Return the tokens that the drafts ready for free are expected to bring."""
+        expected = self._acceptance.expected_accepted
+        return sum([expected(d, n) for s in load.sequences for d, n in s.history_match_tokens.items() if n])
 
     def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
         """Return the plan with the best tokens per second, that rate, and what it was made from."""
@@ -138,6 +178,7 @@ class AutoController(BaseController):
         config = self._config
         enough = config.margin_frac - (config.hysteresis_frac if self._on else 0.0)
         self._on = gain >= enough
+        self._patience_s = PLAN_S / config.think_budget_frac * (FAR_PATIENCE if gain < FAR_GAIN else 1.0)
         if best is None or not self._on:
             why = "nothing worth drafting" if best is None else f"gain {gain:+.1%} below the margin"
             plain = RoundPlan(
@@ -153,25 +194,42 @@ class AutoController(BaseController):
         )
         return plan, best.worth_per_s, view
 
-    def _still_good(self, kept: _Kept, now: _Kept) -> bool:
-        """Whether the last plan may stand for this round."""
-        if kept.usable != now.usable or kept.prefill != now.prefill:
+    def _fits(self, kept: _Kept, load: RoundLoad) -> bool:
+        """Whether the last plan is for a round like this one, and known well enough to be repeated."""
+        planned_for = len(kept.keys)
+        if abs(len(load.sequences) - planned_for) > BATCH_CHANGE * planned_for:
             return False
-        if abs(len(now.keys) - len(kept.keys)) > BATCH_CHANGE * len(kept.keys):
+        if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False
-        drafters = {a.drafter for a in kept.plan.assignments.values()}
-        if any(self._acceptance.evidence_tokens(d) < YOUNG_TOKENS for d in drafters):
-            return False
-        patience_s = PLAN_S / self._config.think_budget_frac
-        if self._since_plan_s < patience_s:
-            return True
-        if kept.keys != now.keys or kept.ready != now.ready or self._look_due(kept):
-            return False
-        return self._since_plan_s < UNCHANGED_PATIENCE * patience_s
+        drafters = {a.drafter for a in kept.plan.assignments.values()} if kept.plan.assignments else ()
+        return all(self._acceptance.evidence_tokens(d) >= YOUNG_TOKENS for d in drafters)
 
-    def _repeat(self, load: RoundLoad, kept: _Kept, now: _Kept) -> RoundPlan:
+    def _stands(self, kept: _Kept, load: RoundLoad, round_: int) -> bool:
+        """Whether the last plan is repeated in a round whatever may be ready by now."""
+        if self._since_plan_s < self._patience_s:
+            return self._fits(kept, load)
+        return self._since_look_up_s < self._patience_s and self._unchanged(kept, load, round_)
+
+    def _unchanged(self, kept: _Kept, load: RoundLoad, round_: int) -> bool:
+        """Whether thinking again would hardly show anything new, all that is ready being the same."""
+        return (
+            self._since_plan_s < UNCHANGED_PATIENCE * self._patience_s
+            and kept.keys == _keys(load)
+            and self._fits(kept, load)
+            and not self._look_due(kept, round_)
+        )
+
+    def _promises_alike(self, kept: _Kept, load: RoundLoad) -> bool:
+        """Whether what is ready now promises about as much as when the plan was made."""
+        promised = self._promised(load)
+        if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
+            return False
+        # Less of what the plan does not use changes nothing.
+        return not kept.reads_ready or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
+
+    def _repeat(self, load: RoundLoad, kept: _Kept) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
-        old, same = kept.plan.assignments, kept.keys == now.keys
+        old, same = kept.plan.assignments, kept.keys == _keys(load)
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
             a = old.get(s.key)
@@ -313,7 +371,7 @@ class AutoController(BaseController):
         """Return the round in which a drafter is to be looked at again."""
         return self._seen_round[drafter] + self._interval(drafter, self._config.probe_interval_rounds)
 
-    def _look_due(self, kept: _Kept) -> bool:
+    def _look_due(self, kept: _Kept, round_: int) -> bool:
         """Whether a look became due since the last plan; one due before that could not be had then."""
         looks: list[int] = []
         if kept.plan.assignments:
@@ -321,7 +379,7 @@ class AutoController(BaseController):
             looks.append(self._check_round(bucket, self._ar_seen_round.get(bucket, self._round)))
         if self._traits.gamma_per_sequence or not kept.plan.assignments:
             looks += [self._probe_round(name) for name in kept.usable]
-        return any(self._thought_round < due <= self._round for due in looks)
+        return any(self._thought_round < due <= round_ for due in looks)
 
     def _interval(self, what: str | int, rounds: int) -> int:
         """Return the rounds between looks at a drafter or a bucket: shorter for the first few."""
@@ -368,6 +426,7 @@ class AutoController(BaseController):
 
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
         self._since_plan_s += facts.total_s
+        self._since_look_up_s += facts.total_s
         self._budget.earn(facts.total_s)
         surprised = plan is not None and plan.probe and self._settle(facts, plan)
         speculated = False
@@ -437,12 +496,5 @@ def _described(option: Allocation) -> Record:
     }
 
 
-def _situation(load: RoundLoad, usable: tuple[str, ...]) -> _Kept:
-    """Return what decides whether a plan still stands; its plan is empty."""
-    return _Kept(
-        plan=NO_PLAN,
-        keys=tuple([s.key for s in load.sequences]),
-        ready=tuple([n for s in load.sequences for n in s.history_match_tokens.values()]),
-        usable=usable,
-        prefill=load.prefill_tokens > 0,
-    )
+def _keys(load: RoundLoad) -> tuple[int, ...]:
+    return tuple([s.key for s in load.sequences])

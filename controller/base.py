@@ -26,6 +26,13 @@ COST_EVERY_S = 0.01
 """Time between rounds the cost model learns from; probes always count. At 5 ms a round says little that
 the one before did not, and learning from it would cost a percent of it."""
 
+COST_EVERY_ALIKE_S = 0.05
+"""The same for a plain round with as many rows as the last one learned from, once the machine is known: that
+is most of the rounds where speculation does not pay, and where its price must not show."""
+
+COST_KNOWN_ROUNDS = 32
+"""Rounds learned from after which it is: more than a window of a machine parameter."""
+
 ERROR_FADE = 0.98
 """Weight kept per round by the running error of predictions: about fifty rounds are averaged."""
 
@@ -61,6 +68,8 @@ class BaseController:
         self._last_now_s = 0.0
         self._elapsed_s = 0.0
         self._since_cost_s = 0.0
+        self._cost_rows = self._cost_rounds = 0
+        """Rows of the round last learned from, and how many there were."""
         self._error_frac = 0.0
         self._counts = {"rounds_ar": 0, "rounds_sd": 0, "rounds_probe": 0, "switches": 0}
         self._was_speculating = False
@@ -77,6 +86,10 @@ class BaseController:
         return []
 
     # The Controller protocol.
+
+    def wants_look_up(self, load: RoundLoad) -> bool:
+        """Whether deciding ``load`` needs to know what drafters have ready for free."""
+        return True
 
     def decide(self, load: RoundLoad, *, now_s: float) -> RoundPlan:
         """Return the plan of the next round."""
@@ -108,14 +121,20 @@ class BaseController:
             self._error_frac = ERROR_FADE * self._error_frac + (1.0 - ERROR_FADE) * error
         probing = mine is not None and mine.probe
         self._since_cost_s += facts.total_s
-        if self._cost is not None and (probing or self._since_cost_s >= COST_EVERY_S):
+        if self._cost is not None and (probing or self._since_cost_s >= self._cost_due_s(facts)):
             self._since_cost_s = 0.0
+            self._cost_rows, self._cost_rounds = facts.verify_rows, self._cost_rounds + 1
             self._cost.observe(facts)
         told = [o for o in facts.outcomes if o.gamma > 0 or o.finished]
         if told:
             self._acceptance.observe(told, probing=probing)
         self._watchdog.observe(facts, told)
         self._learn(facts, mine)
+
+    def _cost_due_s(self, facts: RoundFacts) -> float:
+        """Return the time since the cost model last learned after which it learns from this round."""
+        alike = not facts.drafts and facts.verify_rows == self._cost_rows
+        return COST_EVERY_ALIKE_S if alike and self._cost_rounds >= COST_KNOWN_ROUNDS else COST_EVERY_S
 
     def policy_changed(self, version: int) -> None:
         """Hear that the policy is now ``version``; said twice, it counts once."""

@@ -57,8 +57,9 @@ class ControllerConfig:
     """Rounds without an observation of a drafter before one sequence tries it. Acceptance cannot be seen
     while a drafter is unused, so without probes it could never be seen to improve."""
 
-    probe_gamma: int = 2
-    """Draft tokens of a probe: enough to see more than one position, few enough to be cheap."""
+    probe_gamma: int = 1
+    """Draft tokens of a probe. One shows whether drafts are kept and what a pass costs, for less than half of
+    what two cost; positions not seen lean on it."""
 
     check_interval_rounds: int = 32
     """Speculative rounds before one plain round measures what plain decoding costs at this batch. It

@@ -14,6 +14,10 @@ class Controller(Protocol):
     """Decides rounds for one engine and learns from them. All state is its own; the same inputs in the
     same order give the same plans. Not thread-safe: the loop that owns the engine owns it."""
 
+    def wants_look_up(self, load: RoundLoad) -> bool:
+        """Whether deciding ``load`` needs to know what drafters have ready for free. Changes nothing."""
+        ...
+
     def decide(self, load: RoundLoad, *, now_s: float) -> RoundPlan:
         """Return the plan of the next round. ``now_s`` is the caller's clock; it only moves forward."""
         ...

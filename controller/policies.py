@@ -48,6 +48,10 @@ class BaselineController(BaseController):
                 "(drafter.max_gamma)"
             )
 
+    def wants_look_up(self, load: RoundLoad) -> bool:
+        """Whether the one drafter there is runs no model, so that all it can offer is what it has ready."""
+        return self._config.kind != "ar" and not self._shapes[self._config.drafter].rows_per_draft_token
+
     def _plan(self, load: RoundLoad) -> RoundPlan:
         keys = frozenset(s.key for s in load.sequences)
         if not keys & self._running:

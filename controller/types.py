@@ -81,7 +81,8 @@ class SequenceLoad:
     """Most tokens it may still commit."""
 
     history_match_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Per drafter that can tell for free: how many draft tokens it has ready for this sequence."""
+    """Per drafter that can tell for free: how many draft tokens it has ready for this sequence. Empty in a
+    round whose controller did not want to know (``Controller.wants_look_up``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,19 +43,19 @@ class HistoryDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """Return for each request what followed its longest known suffix, up to ``gamma`` tokens."""
-        return Proposal(
-            tokens=[self._guess(r) for r in requests], probs=None, passes=0, rows=0, context_tokens=0
-        )
+        return Proposal(tokens=self._guesses(requests), probs=None, passes=0, rows=0, context_tokens=0)
 
-    def ready(self, request: DraftRequest) -> int | None:
+    def ready(self, requests: Sequence[DraftRequest]) -> list[int] | None:
         """Return how many tokens ``propose`` would draft now."""
-        return len(self._guess(request))
+        return [len(guess) for guess in self._guesses(requests)]
 
     def committed(self, request: DraftRequest, *, finished: bool) -> None:
-        """Index the new tokens; a finished rollout stays, under its prompt."""
-        texts = self._follow(request)
+        """Keep a finished rollout under its prompt.
+
+        What a running one grew by is indexed when somebody next asks: rounds that decode plainly pay nothing.
+        """
         if finished:
-            texts.finish(request.key)
+            self._follow(request).finish(request.key)
             del self._prompt_of[request.key]
             self._evict()
 
@@ -66,11 +66,14 @@ class HistoryDrafter:
             self._prompts[prompt].drop(key)
             self._evict()
 
-    def _guess(self, request: DraftRequest) -> list[int]:
-        gamma = min(request.gamma, self.max_gamma)
-        if gamma <= 0:
-            return []
-        return self._follow(request).continuation(request.key, gamma)
+    def _guesses(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        followed = [self._follow(request) for request in requests]  # all first: siblings copy from each other
+        return [
+            texts.continuation(request.key, gamma)
+            if (gamma := min(request.gamma, self.max_gamma)) > 0
+            else []
+            for texts, request in zip(followed, requests, strict=True)
+        ]
 
     def _follow(self, request: DraftRequest) -> PromptTexts:
         """Return the texts of the request's prompt, brought up to date with its tokens."""

@@ -68,7 +68,7 @@ class _Quiet:
         """Take the version and nothing else."""
         self.drafter_version = view.policy_version
 
-    def ready(self, request: DraftRequest) -> int | None:
+    def ready(self, requests: Sequence[DraftRequest]) -> list[int] | None:
         """Return None: only drafting can tell."""
         return None
 

@@ -159,8 +159,8 @@ class Drafter(Protocol):
         """Draft up to ``gamma`` tokens per request. Raises ``DraftError``."""
         ...
 
-    def ready(self, request: DraftRequest) -> int | None:
-        """Return how many draft tokens are ready for free, or None when only drafting can tell."""
+    def ready(self, requests: Sequence[DraftRequest]) -> list[int] | None:
+        """Return per request how many draft tokens are ready for free, None when only drafting can tell."""
         ...
 
     def committed(self, request: DraftRequest, *, finished: bool) -> None:

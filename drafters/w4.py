@@ -173,7 +173,7 @@ class W4Drafter:
                 raise DraftError("w4's draft distribution is not finite")
         return step
 
-    def ready(self, request: DraftRequest) -> int | None:
+    def ready(self, requests: Sequence[DraftRequest]) -> list[int] | None:
         """Return None: only drafting can tell."""
         return None
 

@@ -32,7 +32,7 @@ from controller.types import (
     SequenceOutcome,
 )
 from controller.watchdog import WatchdogAction
-from rollout.engine.protocol import Emission, Engine, RoundOutcome
+from rollout.engine.protocol import Emission, Engine, LookUp, RoundOutcome, always
 from rollout.errors import (
     AbortedError,
     DuplicateRequestError,
@@ -159,6 +159,10 @@ class FixedController:
 
         self.observed = 0
 
+    def wants_look_up(self, load: RoundLoad) -> bool:
+        """Whether anything that is ready would change the plan."""
+        return False
+
     def decide(self, load: RoundLoad, *, now_s: float) -> RoundPlan:
         """Assign ``gamma`` echo drafts to every sequence."""
         if self.gamma == 0:
@@ -276,7 +280,7 @@ class ScriptedEngine:
             return None
         return self._end(sequence, "aborted", AbortedError(reason or "aborted by the caller"))
 
-    def load(self) -> RoundLoad:
+    def load(self, *, look_up: LookUp = always) -> RoundLoad:
         """Admit what fits and describe it."""
         draining = self._manifest is not None and self._mode == "drain"
         for sequence in [s for s in self._waiting if s.resumed or not draining]:

@@ -145,7 +145,8 @@ class Lane:
     def step(self) -> None:
         """Run one round."""
         started = time.perf_counter()
-        plan = self._controller.decide(self._engine.load(), now_s=self.seconds)
+        load = self._engine.load(look_up=self._controller.wants_look_up)
+        plan = self._controller.decide(load, now_s=self.seconds)
         outcome = self._engine.run_round(plan)
         self._controller.observe(outcome.facts)
         self._alarms += len(self._controller.take_actions())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,6 +36,14 @@ class RoundOutcome:
     """Requests that ended in this round, each exactly once."""
 
 
+LookUp = Callable[[RoundLoad], bool]
+
+
+def always(_load: RoundLoad) -> bool:
+    """Answer yes: the ``look_up`` of whoever reads all that drafters have ready."""
+    return True
+
+
 class Engine(Protocol):
     """One replica. Not thread-safe: one loop owns it, and weights change only between rounds."""
 
@@ -59,8 +67,11 @@ class Engine(Protocol):
         """End a request now with what it has; None when it is unknown or already over. Idempotent."""
         ...
 
-    def load(self) -> RoundLoad:
-        """Admit what fits and say what the next round will decode."""
+    def load(self, *, look_up: LookUp = always) -> RoundLoad:
+        """Admit what fits and say what the next round will decode.
+
+        ``look_up`` says, of that, whether it is worth asking drafters what they have ready for free.
+        """
         ...
 
     def run_round(self, plan: RoundPlan) -> RoundOutcome:

@@ -242,7 +242,8 @@ class EngineLoop:
         self._updates.answer()
         if self._halted or not self.engine.busy:
             return False
-        load = self.engine.load()  # admits, which nothing may while halted
+        # Admits, which nothing may while halted.
+        load = self.engine.load(look_up=self.controller.wants_look_up)
         turn = next_turn(load, admitting=not self._updates.draining)
         if turn == "stuck":
             raise NoProgressError(f"{load.waiting} requests wait, nothing runs, and none is admitted")

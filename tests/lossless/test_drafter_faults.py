@@ -71,8 +71,10 @@ FAULTS: dict[str, dict[str, Any]] = {
     "negative costs": {"propose": _answers([5], rows=-3)},
     "committed raises": {"committed": _raises},
     "ready raises": {"ready": _raises},
-    "ready is negative": {"ready": lambda _request: -5},
-    "ready is text": {"ready": lambda _request: "many"},
+    "ready is negative": {"ready": lambda requests: [-5] * len(requests)},
+    "ready is text": {"ready": lambda requests: ["many"] * len(requests)},
+    "ready is a number": {"ready": lambda _requests: 3},
+    "ready tells of too few": {"ready": lambda _requests: []},
     "rebuild raises": {"rebuild": _raises},
     "no version": {"rebuild": lambda _view: None, "drafter_version": None},
 }

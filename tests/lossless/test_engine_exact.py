@@ -4,13 +4,15 @@ Float64 torch first, where no near-tie can be an excuse, then the compiled kerne
 equality of ids and of all four logprobs.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from drafters.config import DrafterConfig
 from drafters.registry import BUILDERS, build
 from drafters.testing import FailingDrafter, ScriptedDrafter
-from drafters.types import Drafter
+from drafters.types import Drafter, DraftRequest
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
 from rollout.testing import TinyPolicy, tiny_policy
@@ -225,6 +227,30 @@ def test_the_policy_as_its_own_drafter_is_always_right() -> None:
         plan = ar_plan(load) if rounds % 7 < 3 else fixed_plan(drafter.name, 4)(load)
         for outcome in engine.run_round(plan).facts.outcomes:
             assert outcome.accepted == outcome.gamma or outcome.censored
+
+
+def test_drafters_are_asked_what_they_have_ready_only_where_somebody_wants_to_know() -> None:
+    policy = tiny_policy()
+    drafter = ScriptedDrafter(script=lambda request: [1] * request.gamma)
+    asked: list[int] = []
+
+    def ready(requests: Sequence[DraftRequest]) -> list[int]:
+        asked.append(len(requests))
+        return [100] * len(requests)
+
+    drafter.ready = ready  # type: ignore[method-assign,assignment]
+    engine = tiny_engine(policy, [drafter])
+    for request in _requests(policy)[:3]:
+        engine.add(request)
+    while not engine.load(look_up=lambda load: False).sequences:
+        engine.run_round(ar_plan(engine.load()))
+    assert asked == []
+    blind = engine.load(look_up=lambda load: False)
+    seen = engine.load(look_up=lambda load: load == blind)
+    assert [dict(s.history_match_tokens) for s in blind.sequences] == [{}] * len(blind.sequences)
+    assert asked == [len(blind.sequences)]
+    room = [min(drafter.max_gamma, s.remaining_tokens - 1) for s in seen.sequences]
+    assert [s.history_match_tokens["scripted"] for s in seen.sequences] == room
 
 
 def test_a_completion_counts_the_accepted_drafts_of_its_last_round_too() -> None:

@@ -9,7 +9,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import SupportsIndex, TypeVar
@@ -90,11 +90,19 @@ class Drafting:
         for name, slot in self.slots.items():
             slot.enabled = name in names and slot.version >= 0
 
+    @property
+    def any_enabled(self) -> bool:
+        """Whether there is a drafter to ask."""
+        return any(slot.enabled for slot in self.slots.values())
+
     def committed(self, request: DraftRequest, *, finished: bool) -> None:
         """Tell the drafters that a sequence grew; one that is off costs nothing and catches up later."""
         for slot in self.slots.values():
             if slot.enabled:
-                self._guarded(slot, partial(slot.drafter.committed, request, finished=finished))
+                try:  # as in ``_guarded``, without building a call: this runs for every sequence and round
+                    slot.drafter.committed(request, finished=finished)
+                except Exception as error:  # noqa: BLE001 - a drafter can only cost time
+                    self._failed(slot, _cause(error))
 
     def forget(self, key: int) -> None:
         """Tell every drafter, those that are off too, that a sequence is over."""
@@ -124,15 +132,14 @@ class Drafting:
         slot.build_s = time.perf_counter() - started
         slot.rebuilds += 1
 
-    def ready(self, request: DraftRequest) -> dict[str, int]:
-        """Return, per drafter that can tell without drafting, how many draft tokens it has."""
-        out: dict[str, int] = {}
+    def ready(self, requests: Sequence[DraftRequest]) -> list[dict[str, int]]:
+        """Return per request how many draft tokens each drafter has that can tell without drafting."""
+        out: list[dict[str, int]] = [{} for _ in requests]
         for name, slot in self.slots.items():
             if slot.enabled:
-                asked = replace(request, gamma=min(request.gamma, slot.drafter.max_gamma))
-                count = self._guarded(slot, partial(_ready, slot.drafter, asked))
-                if count is not None:
-                    out[name] = count
+                counts = self._guarded(slot, partial(_ready, slot.drafter, requests))
+                for told, count in zip(out, counts or (), strict=False):
+                    told[name] = count
         return out
 
     def propose(self, name: str, requests: Sequence[DraftRequest]) -> tuple[dict[int, Drafted], DraftCost]:
@@ -237,13 +244,16 @@ def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, DraftError) else f"{type(error).__name__}: {error}"
 
 
-def _ready(drafter: Drafter, request: DraftRequest) -> int | None:
-    count = drafter.ready(request)
-    if count is None:
+def _ready(drafter: Drafter, requests: Sequence[DraftRequest]) -> list[int] | None:
+    told = drafter.ready(requests)
+    if told is None:
         return None
-    if operator.index(count) < 0:
-        raise DraftError(f"it has {count} draft tokens ready")
-    return min(operator.index(count), request.gamma)
+    counts = [operator.index(count) for count in told]
+    if len(counts) != len(requests):
+        raise DraftError(f"it told what it has ready for {len(counts)} of {len(requests)} requests")
+    if min(counts, default=0) < 0:
+        raise DraftError(f"it has {min(counts)} draft tokens ready")
+    return [min(count, r.gamma, drafter.max_gamma) for count, r in zip(counts, requests, strict=True)]
 
 
 def _token_ids(answer: Iterable[SupportsIndex], gamma: int, vocab_size: int) -> tuple[list[int], str]:

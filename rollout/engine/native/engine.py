@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
 from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
-from rollout.engine.protocol import RoundOutcome
+from rollout.engine.protocol import LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
 from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
@@ -47,6 +48,7 @@ from rollout.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
+NOTHING_READY: Mapping[str, int] = MappingProxyType({})
 IN_FLIGHT: tuple[InFlight, ...] = ("drain", "abort", "recompute", "keep")
 
 
@@ -186,26 +188,35 @@ class NativeEngine:
         """Sequences under way: those that hold KV, preempted ones, and resumed ones that wait."""
         return len(self._scheduler.under_way)
 
-    def load(self) -> RoundLoad:
+    def load(self, *, look_up: LookUp = always) -> RoundLoad:
         """Admit what fits and say what the next round will decode."""
         self._scheduler.admit(self.policy_version, time.monotonic())
+        decoding = self._scheduler.decoding()
+        load = self._load_of(decoding, [NOTHING_READY] * len(decoding))
+        if not decoding or not self._drafting.any_enabled or not look_up(load):
+            return load
+        useful = [draft_request(s, max(0, s.remaining_tokens - 1)) for s in decoding]
+        return self._load_of(decoding, self._drafting.ready(useful))
+
+    def _load_of(self, decoding: Sequence[LiveSequence], ready: Sequence[Mapping[str, int]]) -> RoundLoad:
         chunks = self._scheduler.chunks(self._config.prefill_chunk_tokens)
         return RoundLoad(
             round_index=self._round_index,
             policy_version=self.policy_version,
-            sequences=tuple(self._sequence_load(s) for s in self._scheduler.decoding()),
+            sequences=tuple(
+                [
+                    SequenceLoad(
+                        key=s.key,
+                        context_tokens=len(s.tokens),
+                        generated_tokens=s.new_tokens,
+                        remaining_tokens=s.remaining_tokens,
+                        history_match_tokens=told,
+                    )
+                    for s, told in zip(decoding, ready, strict=True)
+                ]
+            ),
             prefill_tokens=sum(c.end - c.start for c in chunks),
             waiting=len(self._scheduler.waiting),
-        )
-
-    def _sequence_load(self, sequence: LiveSequence) -> SequenceLoad:
-        useful = max(0, sequence.remaining_tokens - 1)
-        return SequenceLoad(
-            key=sequence.key,
-            context_tokens=len(sequence.tokens),
-            generated_tokens=sequence.new_tokens,
-            remaining_tokens=sequence.remaining_tokens,
-            history_match_tokens=self._drafting.ready(draft_request(sequence, useful)),
         )
 
     # ---- the round ------------------------------------------------------------------------------

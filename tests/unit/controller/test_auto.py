@@ -186,6 +186,50 @@ def test_drafters_are_mixed_where_only_some_sequences_have_matches() -> None:
     assert all(p.of(0).drafter == "history" and p.of(1).drafter == p.of(2).drafter == "w4" for p in late)
 
 
+def blind(load: RoundLoad) -> RoundLoad:
+    return replace(load, sequences=tuple(replace(s, history_match_tokens={}) for s in load.sequences))
+
+
+@pytest.mark.parametrize(("ready", "batch"), [(0, 8), (1, 32), (6, 2)])
+def test_what_is_ready_is_looked_up_only_where_a_plan_may_change_and_plans_are_the_same(
+    ready: int, batch: int
+) -> None:
+    machine = SimulatedMachine(shapes=BOTH, hazard=constant(0.9 if ready == 6 else 0.02))
+    calibration = machine.calibration()
+    sees, asks = (build_controller(ControllerConfig(), traits_of(BOTH), BOTH, calibration) for _ in range(2))
+    looked_up = used = 0
+    for r in range(400):
+        load = load_of(batch, round_index=r, ready={"history": ready})
+        wants = asks.wants_look_up(blind(load))
+        plan = asks.decide(load if wants else blind(load), now_s=0.01 * r)
+        assert plan == sees.decide(load, now_s=0.01 * r)
+        facts = machine.run(load, plan)
+        asks.observe(facts)
+        sees.observe(facts)
+        looked_up += wants and r >= 100
+        used += r >= 100 and any(a.drafter == "history" for a in plan.assignments.values())
+    if ready == 6:
+        assert looked_up >= used >= 290, "a plan that copies is cut to what can be copied, every round"
+    else:
+        assert looked_up <= 30
+
+
+def test_much_more_that_is_ready_is_noticed_within_the_patience() -> None:
+    machine = SimulatedMachine(shapes=HISTORY_ONLY, hazard=constant(0.9), stall_chance=0.0)
+    controller = auto(machine)
+    drafts = []
+    for r in range(600):
+        ready = 0 if r < 300 else 8
+        load = load_of(2, round_index=r, ready={"history": ready})
+        plan = controller.decide(load, now_s=0.01 * r)
+        controller.observe(machine.run(load, plan))
+        drafts.append(bool(plan.assignments) or plan.probe)
+    first = drafts.index(True)
+    patience_rounds = 2 * PLAN_S / ControllerConfig().think_budget_frac / (controller._elapsed_s / 600)
+    assert 300 <= first <= 300 + patience_rounds + 1
+    assert all(drafts[first : first + 50])
+
+
 def test_a_repeated_plan_never_exceeds_what_a_match_still_offers() -> None:
     machine = SimulatedMachine(shapes=BOTH, hazard=constant(0.9))
     controller = auto(machine)

@@ -103,3 +103,19 @@ def test_baselines_predict_when_calibrated() -> None:
     plan = built(kind="fixed", gamma=2, calibrated=True).decide(load_of(2), now_s=0.0)
     assert plan.predicted_s > 0
     assert built(kind="fixed", gamma=2).decide(load_of(2), now_s=0.0).predicted_s == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "wants"),
+    [
+        ("ar", "history", False),
+        ("fixed", "w4", False),
+        ("fixed", "history", True),
+        ("ladder", "history", True),
+    ],
+)
+def test_a_baseline_asks_what_is_ready_only_for_a_drafter_that_copies(
+    kind: str, drafter: str, wants: bool
+) -> None:
+    controller = built(kind=kind, drafter=drafter, gamma=2, ladder_gammas=(2, 4))
+    assert controller.wants_look_up(load_of(2)) is wants

@@ -39,7 +39,7 @@ def drafter(**settings: int) -> HistoryDrafter:
 
 def drafted(history: HistoryDrafter, asked: DraftRequest) -> list[int]:
     proposal = history.propose([asked])
-    assert history.ready(asked) == len(proposal.tokens[0])
+    assert history.ready([asked]) == [len(proposal.tokens[0])]
     assert (proposal.probs, proposal.passes, proposal.rows, proposal.context_tokens) == (None, 0, 0, 0)
     return proposal.tokens[0]
 
@@ -81,7 +81,7 @@ def test_gamma_bounds_the_draft_and_zero_drafts_nothing() -> None:
 
 def test_a_running_sibling_is_copied_but_not_past_its_end() -> None:
     history = drafter()
-    history.committed(request([1, 2, 10, 11, 12], prompt=2, key=1), finished=False)
+    history.ready([request([1, 2, 10, 11, 12], prompt=2, key=1)])
     assert drafted(history, request([1, 2, 10, 11], prompt=2, key=2)) == [12]
     history.forget(2)
     # At the start of its output the sample's suffix is the prompt's own end.
@@ -112,7 +112,7 @@ def test_an_earlier_rollout_is_copied_across_policy_versions_and_remembers_its_o
 
 def test_forgetting_drops_a_running_text_and_spares_a_finished_one() -> None:
     history = drafter()
-    history.committed(request([1, 2, 10, 11], prompt=2, key=1), finished=False)
+    history.ready([request([1, 2, 10, 11], prompt=2, key=1)])
     history.committed(request([1, 2, 20, 21], prompt=2, key=2), finished=True)
     history.forget(1)
     history.forget(2)
@@ -139,7 +139,7 @@ def test_the_least_recently_used_prompt_is_dropped_first() -> None:
 def test_prompts_with_running_samples_are_never_dropped() -> None:
     history = drafter(history_prompts=1)
     for key in range(5):
-        history.committed(request([1, 2, 10, 11], prompt=2, key=key, uid=f"p{key}"), finished=False)
+        history.ready([request([1, 2, 10, 11], prompt=2, key=key, uid=f"p{key}")])
     assert len(history._prompts) == 5
     for key in range(5):
         history.committed(request([1, 2, 10, 11, 12], prompt=2, key=key, uid=f"p{key}"), finished=True)
@@ -204,7 +204,7 @@ def test_a_growing_sequence_is_continued_as_brute_force_says(alphabet: int, seed
         expected = brute_force(tokens, [], prompt=prompt, min_match=2, max_match=6, most=4)
         assert drafted(history, request(tokens, prompt=prompt)) == expected
         tokens.extend(rng.randrange(alphabet) for _ in range(rng.randrange(1, 3)))
-        history.committed(request(tokens, prompt=prompt), finished=False)
+        history.ready([request(tokens, prompt=prompt)])
         if len(tokens) > 150:
             break
 
@@ -217,7 +217,10 @@ def test_siblings_and_earlier_rollouts_are_searched_as_brute_force_says(seed: in
     others = []
     for key in range(4):
         text = prompt + [rng.randrange(5) for _ in range(rng.randrange(1, 30))]
-        history.committed(request(text, prompt=6, key=key), finished=key % 2 == 0)
+        if key % 2 == 0:
+            history.committed(request(text, prompt=6, key=key), finished=True)
+        else:
+            history.ready([request(text, prompt=6, key=key)])
         others.append(text)
     own = list(prompt)
     for _ in range(40):
@@ -225,6 +228,25 @@ def test_siblings_and_earlier_rollouts_are_searched_as_brute_force_says(seed: in
             own, others, prompt=6, min_match=2, max_match=5, most=4
         )
         own.append(rng.randrange(5))
+
+
+def test_text_that_grew_while_nobody_asked_is_searched_once_somebody_does() -> None:
+    rng = random.Random(5)
+    asked, late = drafter(history_max_match=5), drafter(history_max_match=5)
+    prompt = [rng.randrange(5) for _ in range(6)]
+    texts = {key: list(prompt) for key in range(3)}
+    for step in range(60):
+        requests = []
+        for key, text in texts.items():
+            text.append(rng.randrange(5))
+            requests.append(request(text, prompt=6, key=key, uid=f"p{key}"))
+            for history in (asked, late):
+                history.committed(requests[-1], finished=False)
+        told = asked.ready(requests)
+        if step % 20 == 19:
+            assert late.propose(requests).tokens == asked.propose(requests).tokens
+            assert late.ready(requests) == told
+            assert any(told or ())
 
 
 def test_a_search_visits_a_bounded_number_of_places() -> None:

@@ -297,7 +297,7 @@ def test_requests_are_only_read() -> None:
     drafter.forget(0)
     assert asked == copy
     assert tokens == [1, 2, 3]
-    assert drafter.ready(asked) is None
+    assert drafter.ready([asked]) is None
 
 
 def test_compiled_linears_are_the_ones_the_oracle_rounds() -> None:
