@@ -2,8 +2,8 @@
 
 Tiny tensors gain nothing from a second thread, and two threads on a busy machine lose a lot.
 
-Imports leave half a million objects behind that stay. The collector would walk them again and again, which was a
-tenth of the unit tests' time: it rests while tests are collected and leaves out what was made until then.
+Imports leave half a million objects behind that stay. The collector would walk them again and again, a tenth
+of the unit tests' time: it rests while tests are collected and leaves out what was made until then.
 """
 
 import gc

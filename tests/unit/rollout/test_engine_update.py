@@ -104,7 +104,7 @@ def test_whatever_goes_wrong_before_the_commit_ends_that_update_and_nothing_else
     assert _push(engine, tiny_policy(seed=1), 1) == 1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_update_reaches_the_drafter_as_well_as_the_policy(compiled: bool) -> None:
     """A26: it accepts what a drafter built from those weights accepts."""
     engine = _engine(tiny_policy(), compiled=compiled)

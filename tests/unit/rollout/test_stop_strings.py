@@ -160,6 +160,7 @@ def test_stopping_and_cutting_equal_whole_decoding_with_the_embedded_tokenizer()
     assert _mismatches(tokenizer, _cases(tokenizer, 600)) == []
 
 
+@pytest.mark.slow
 def test_a_stop_string_is_found_where_one_broken_character_hides_all_bytes_beside_it() -> None:
     core = Tokenizer(models.WordLevel({f"<0x{byte:02X}>": byte for byte in range(256)}, unk_token="<0x00>"))
     core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -97,7 +97,10 @@ def test_logits_agree_with_untouched_transformers_to_its_own_norm_precision(fami
     assert (got - expected).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.bfloat16))],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rows_bits_do_not_depend_on_its_batch_its_chunk_or_its_pages(
     family: str, dtype: torch.dtype

@@ -453,6 +453,7 @@ def _wandb_records(path: Path) -> list[bytes]:
     return records
 
 
+@pytest.mark.slow
 def test_wandb_keeps_every_row_offline_when_the_trainers_step_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,6 +482,7 @@ def test_wandb_keeps_every_row_offline_when_the_trainers_step_goes_back(
     assert len(list(read_jsonl(tmp_path))) == 50
 
 
+@pytest.mark.slow
 def test_without_a_login_an_online_run_stays_offline_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
