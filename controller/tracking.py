@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,16 @@ _DISTANCE: Floats = (np.arange(ROW_BUCKETS)[:, None] - np.arange(ROW_BUCKETS)[No
 _KERNEL: Floats = np.exp(-0.5 * (_DISTANCE / NEIGHBOUR_OCTAVES) ** 2)
 
 
+@dataclass(slots=True)
+class _Cell:
+    """What was heard of one shape."""
+
+    latest: deque[float]
+    bias: float = 0.0
+    bound: int = 0
+    """The factor it was last heard under."""
+
+
 class ResidualTable:
     """Lasting log error of the cost model by shape (rows, sequences) of one part.
 
@@ -153,10 +164,8 @@ class ResidualTable:
 
     def __init__(self, *, quantile: float) -> None:
         self._quantile = quantile
-        self._bias = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
-        self._count = np.zeros((ROW_BUCKETS, ROW_BUCKETS))
-        self._latest: dict[tuple[int, int], deque[float]] = {}
-        self._bound = np.zeros((ROW_BUCKETS, ROW_BUCKETS), dtype=np.intp)
+        self._cells: dict[tuple[int, int], _Cell] = {}
+        """By bucket of rows and of sequences. Few shapes occur, so what every round does is no array's work."""
         self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
@@ -168,29 +177,29 @@ class ResidualTable:
         ``bound`` names the factor in that prediction: what its cells have in common can be moved to it.
         """
         r, s = bucket_of(rows), bucket_of(sequences)
-        latest = self._latest.setdefault((r, s), deque(maxlen=CELL_WINDOW))
-        latest.append(log_error)
-        count = len(latest)
-        bias = sorted(latest)[int(self._quantile * (count - 1) + 0.5)]
+        cell = self._cells.get((r, s))
+        if cell is None:
+            cell = self._cells[r, s] = _Cell(latest=deque(maxlen=CELL_WINDOW))
+        cell.latest.append(log_error)
+        count = len(cell.latest)
+        bias = sorted(cell.latest)[int(self._quantile * (count - 1) + 0.5)]
         most = CELL_LIMIT if count >= CELL_YOUNG else CELL_YOUNG_LIMIT
-        self._bias[r, s] = min(most, max(-CELL_LIMIT, bias))
-        self._count[r, s] = count
-        self._bound[r, s] = bound
+        cell.bias, cell.bound = min(most, max(-CELL_LIMIT, bias)), bound
         self._since_refresh += 1
         if count <= CELLS_REFRESH or self._since_refresh >= CELLS_REFRESH:
             self._forget_blends()
 
     def common(self, bound: int | None) -> float:
         """Return the mean bias, by observations, of the cells seen under a factor, None for all."""
-        count_RS = self._count if bound is None else np.where(self._bound == bound, self._count, 0.0)
-        return float((count_RS * self._bias).sum() / max(1.0, count_RS.sum()))
+        heard = [cell for cell in self._cells.values() if bound is None or cell.bound == bound]
+        return sum(len(c.latest) * c.bias for c in heard) / max(1, sum(len(c.latest) for c in heard))
 
     def shift(self, log_factor: float, bound: int | None) -> None:
         """Believe all that was heard under a factor, None for all, to have been this much slower."""
-        for (r, s), latest in self._latest.items():
-            if bound is None or self._bound[r, s] == bound:
-                self._latest[r, s] = deque((error + log_factor for error in latest), maxlen=CELL_WINDOW)
-                self._bias[r, s] = min(CELL_LIMIT, max(-CELL_LIMIT, self._bias[r, s] + log_factor))
+        for cell in self._cells.values():
+            if bound is None or cell.bound == bound:
+                cell.latest = deque((error + log_factor for error in cell.latest), maxlen=CELL_WINDOW)
+                cell.bias = min(CELL_LIMIT, max(-CELL_LIMIT, cell.bias + log_factor))
         self._forget_blends()
 
     def _forget_blends(self) -> None:
@@ -202,11 +211,14 @@ class ResidualTable:
     def _curve(self, sequences: int) -> list[float]:
         s = bucket_of(sequences)
         if s not in self._curves:
-            weight_RS = np.minimum(self._count, CELL_ENOUGH) * _KERNEL[s]
-            count_R, bias_R = self._count[:, s], self._bias[:, s]
+            count_RS, bias_RS = np.zeros((2, ROW_BUCKETS, ROW_BUCKETS))
+            for at, cell in self._cells.items():
+                count_RS[at], bias_RS[at] = len(cell.latest), cell.bias
+            weight_RS = np.minimum(count_RS, CELL_ENOUGH) * _KERNEL[s]
+            count_R = count_RS[:, s]
             alone_R = np.maximum(count_R * count_R / CELL_ENOUGH - CELL_ENOUGH, 0.0)
             total_R = _KERNEL @ weight_RS.sum(1) + alone_R + CELL_PRIOR
-            blended_R = (_KERNEL @ (weight_RS * self._bias).sum(1) + alone_R * bias_R) / total_R
+            blended_R = (_KERNEL @ (weight_RS * bias_RS).sum(1) + alone_R * bias_RS[:, s]) / total_R
             self._arrays[s] = np.exp(blended_R)
             self._curves[s] = self._arrays[s].tolist()
         return self._curves[s]
@@ -218,7 +230,8 @@ class ResidualTable:
         factor drawn to 1, a shape seen all the time would slowly hand its misfit over to the machine, and
         so to every shape not seen meanwhile.
         """
-        return math.exp(self._bias[bucket_of(rows), bucket_of(sequences)])
+        cell = self._cells.get((bucket_of(rows), bucket_of(sequences)))
+        return 1.0 if cell is None else math.exp(cell.bias)
 
     def factor(self, rows: int, sequences: int) -> float:
         """Return what a prediction for this shape is multiplied by."""
