@@ -6,7 +6,7 @@ sequence draft while speculation is off, checks decode plainly while it is on.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from controller.calibration import Calibration
 from controller.candidates import Candidates, mixed
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
-from controller.explore import ExploreBudget
+from controller.explore import START_GOOD_S, START_S, ExploreBudget, Pace
 from controller.log import Record
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
@@ -42,6 +42,13 @@ MORE_READY_TOKENS = 0.5
 
 YOUNG_TOKENS = 64.0
 """Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
+
+YOUNG_COPIED_TOKENS = 6
+"""Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
+takes a tenth of a round on a laptop: too much to pay for every token copied."""
+
+LOOK_UP_S = 3e-5
+"""What a look-up takes per sequence. A plan that copies needs one every round, outside what facts tell."""
 
 TAIL_PATIENCE = 0.3
 """In the tail a slot is weighed against its share of the whole round, and the best round may be three
@@ -97,6 +104,14 @@ class _Kept:
     reads_ready: bool = False
     """Whether the plan uses such drafts: it is cut, every round, to what is ready."""
 
+    models: tuple[str, ...] = ()
+    """Its drafters that run a model."""
+
+    young: tuple[str, ...] = ()
+    """Of the others, those of which little was known, and how many draft tokens had been seen of them."""
+
+    seen_tokens: int = 0
+
 
 class AutoController(BaseController):
     """Chooses drafter and gamma per sequence and round."""
@@ -119,8 +134,12 @@ class AutoController(BaseController):
         """By bucket of the batch: the round in which plain decoding was last observed."""
         self._looks: Counter[str | int] = Counter()
         """Rounds observed, by drafter and by bucket of plain decoding."""
+        self._switching = {d.name for d in traits.drafters if d.switch_tokens_per_sequence}
+        """Drafters that must be caught up with a sequence."""
         self._last_drafter: dict[int, str] = {}
-        self._budget = ExploreBudget(config.explore_budget_frac)
+        good = calibration.quality.verdict == "good"
+        self._pace = Pace()
+        self._budget = ExploreBudget(config.explore_budget_frac, start_s=START_GOOD_S if good else START_S)
         self._kept: _Kept | None = None
         self._since_plan_s = self._since_look_up_s = 0.0
         self._patience_s = 0.0
@@ -147,17 +166,29 @@ class AutoController(BaseController):
                 self._since_look_up_s = 0.0
                 return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
+        used = {a.drafter for a in plan.assignments.values()}
+        models = tuple([d for d in used if self._model.runs_model(d)])
+        young = tuple([d for d in used if d not in models and self._young(d)])
         self._kept = _Kept(
             plan=plan,
             keys=view.batch.keys,
             usable=self._usable(),
             prefill=load.prefill_tokens > 0,
             promised=self._promised(load),
-            reads_ready=any(not self._model.runs_model(a.drafter) for a in plan.assignments.values()),
+            reads_ready=len(models) < len(used),
+            models=models,
+            young=young,
+            seen_tokens=self._seen_tokens(young),
         )
         self._since_plan_s = self._since_look_up_s = 0.0
         self._thought_round = self._round
         return self._explore(view, plan, best_per_s)
+
+    def _young(self, drafter: str) -> bool:
+        return self._acceptance.evidence_tokens(drafter) < YOUNG_TOKENS
+
+    def _seen_tokens(self, drafters: Iterable[str]) -> int:
+        return sum(map(self._acceptance.seen_tokens, drafters))
 
     def _usable(self) -> tuple[str, ...]:
         """Return the drafters that plans may use now."""
@@ -178,8 +209,9 @@ class AutoController(BaseController):
         config = self._config
         enough = config.margin_frac - (config.hysteresis_frac if self._on else 0.0)
         self._on = gain >= enough
-        self._patience_s = PLAN_S / config.think_budget_frac * (FAR_PATIENCE if gain < FAR_GAIN else 1.0)
+        self._patience_s = PLAN_S / config.think_budget_frac
         if best is None or not self._on:
+            self._patience_s *= FAR_PATIENCE if gain < FAR_GAIN else 1.0
             why = "nothing worth drafting" if best is None else f"gain {gain:+.1%} below the margin"
             plain = RoundPlan(
                 assignments={}, reason=why, predicted_s=view.ar_s, predicted_tokens=float(view.batch.size)
@@ -195,14 +227,15 @@ class AutoController(BaseController):
         return plan, best.worth_per_s, view
 
     def _fits(self, kept: _Kept, load: RoundLoad) -> bool:
-        """Whether the last plan is for a round like this one, and known well enough to be repeated."""
+        """Whether the last plan is for a round like this one, and little was learnt since."""
         planned_for = len(kept.keys)
         if abs(len(load.sequences) - planned_for) > BATCH_CHANGE * planned_for:
             return False
         if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False
-        drafters = {a.drafter for a in kept.plan.assignments.values()} if kept.plan.assignments else ()
-        return all(self._acceptance.evidence_tokens(d) >= YOUNG_TOKENS for d in drafters)
+        if any(self._young(d) for d in kept.models):
+            return False
+        return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
 
     def _stands(self, kept: _Kept, load: RoundLoad, round_: int) -> bool:
         """Whether the last plan is repeated in a round whatever may be ready by now."""
@@ -329,8 +362,12 @@ class AutoController(BaseController):
             model_B=np.full(batch.size, runs_model),
             line=line,
             switch_s_B=self._switch_s(view, name, line),
-            free_s=0.0 if runs_model else self._model.free_draft_s(name, int(np.count_nonzero(caps))),
+            free_s=0.0 if runs_model else self._free_s(name, batch.size, int(np.count_nonzero(caps))),
         )
+
+    def _free_s(self, name: str, sequences: int, drafting: int) -> float:
+        """Return seconds of drafting without a model for ``drafting`` of so many sequences."""
+        return self._model.free_draft_s(name, drafting) + LOOK_UP_S * sequences
 
     def _switch_s(self, view: _View, name: str, line: DraftLine) -> NDArray[np.float64] | None:
         """Return per sequence the share of catching up that one round pays, None for drafters without."""
@@ -429,22 +466,29 @@ class AutoController(BaseController):
         self._since_look_up_s += facts.total_s
         self._budget.earn(facts.total_s)
         surprised = plan is not None and plan.probe and self._settle(facts, plan)
-        speculated = False
-        for drafter in {o.drafter for o in facts.outcomes if o.gamma > 0}:
+        speculated = facts.verify_rows > facts.batch
+        for drafter in {o.drafter for o in facts.outcomes if o.gamma > 0} if speculated else ():
             self._looks[drafter] = 0 if surprised else self._looks[drafter] + 1
+            if drafter in self._seen_round:
+                self._seen_round[drafter] = self._round
+        if self._switching or self._last_drafter:
+            self._note_drafters(facts)
+        if facts.batch:
+            bucket = bucket_of(facts.batch)
+            if not speculated:
+                self._ar_seen_round[bucket] = self._round
+                self._looks[bucket] = 0 if surprised else self._looks[bucket] + 1
+            if self._pace.disappoints(facts, bucket, speculated=speculated):
+                self._ar_seen_round[bucket] = self._round - self._config.check_interval_rounds
+                self._kept = None
+
+    def _note_drafters(self, facts: RoundFacts) -> None:
+        """Note which sequences a drafter that must be caught up knows by now."""
         for o in facts.outcomes:
-            if o.gamma > 0:
-                speculated = True
-                if o.drafter in self._seen_round:
-                    self._seen_round[o.drafter] = self._round
             if o.finished:
                 self._last_drafter.pop(o.key, None)
-            elif o.drafter in self._drafters and self._drafters[o.drafter].switch_tokens_per_sequence:
+            elif o.drafter in self._switching:
                 self._last_drafter[o.key] = o.drafter
-        if not speculated and facts.batch:
-            bucket = bucket_of(facts.batch)
-            self._ar_seen_round[bucket] = self._round
-            self._looks[bucket] = 0 if surprised else self._looks[bucket] + 1
         if len(self._last_drafter) > 4 * self._traits.max_batch:
             alive = {o.key for o in facts.outcomes}
             self._last_drafter = {k: v for k, v in self._last_drafter.items() if k in alive}

@@ -1,4 +1,6 @@
-"""What looking around may cost: a share of time, earned by running and spent by probes and checks."""
+"""When to look around, and what it may cost: a share of time, earned by running and spent by looking."""
+
+from controller.types import RoundFacts
 
 MEMORY_S = 20.0
 """Time whose unspent budget is kept: what was saved over minutes is not spent in one tail. A look that costs
@@ -8,13 +10,58 @@ START_S = 2.0
 """Time whose budget is there from the start: how wrong a calibration is shows in the first looks at what
 it says does not pay."""
 
+START_GOOD_S = 0.5
+"""The same under a calibration that was found good, and agreed with forwards taken again at this start."""
+
+
+STREAK_ROUNDS = 4
+"""Speculative rounds in a row that are compared with plain decoding just before: fewer are noise."""
+
+PACE_FADE = 0.75
+"""Weight kept per plain round by the pace of plain decoding: a few rounds are averaged, of seconds ago."""
+
+
+class Pace:
+    """Tokens per second as measured, plain decoding's beside that of the speculation that took its place.
+
+    No model stands in between: whatever a price was wrong by, a streak slower than what it replaced shows it.
+    The machine may have become slower meanwhile, so it is a reason to look, not to decide.
+    """
+
+    def __init__(self) -> None:
+        self._plain_per_s: dict[int, float] = {}
+        self._bucket = -1
+        self._rounds = 0
+        self._tokens = self._seconds = 0.0
+
+    def disappoints(self, facts: RoundFacts, bucket: int, *, speculated: bool) -> bool:
+        """Take a round of a batch's bucket; return whether a streak ends slower than plain decoding."""
+        if bucket != self._bucket or not speculated or facts.prefill_rows:
+            self._bucket, self._rounds, self._tokens, self._seconds = bucket, 0, 0.0, 0.0
+        if facts.prefill_rows or facts.total_s <= 0.0:
+            return False
+        if not speculated:
+            pace = facts.decoded / facts.total_s
+            old = self._plain_per_s.get(bucket, pace)
+            self._plain_per_s[bucket] = PACE_FADE * old + (1.0 - PACE_FADE) * pace
+            return False
+        self._rounds += 1
+        self._tokens += facts.decoded
+        self._seconds += facts.total_s
+        if self._rounds < STREAK_ROUNDS or bucket not in self._plain_per_s:
+            return False
+        slower = self._tokens < self._plain_per_s[bucket] * self._seconds
+        self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0
+        return slower
+
 
 class ExploreBudget:
     """Seconds that exploring rounds may still lose against the best plan known."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, *, start_s: float = START_S) -> None:
+        """``share`` of the time may be lost, that of ``start_s`` seconds at once."""
         self._share = share
-        self._credit_s = share * START_S
+        self._credit_s = share * start_s
         self._wanted_s = 0.0
         self._expected_loss_s = 0.0
         self._best_per_s = 0.0

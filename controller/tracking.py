@@ -165,7 +165,7 @@ class ResidualTable:
     def __init__(self, *, quantile: float) -> None:
         self._quantile = quantile
         self._cells: dict[tuple[int, int], _Cell] = {}
-        """By buckets of rows and sequences. Few shapes occur, so what every round does is no work for arrays."""
+        """By buckets of rows and sequences. Few shapes occur, and arrays would cost every round more."""
         self._since_refresh = 0
         self._curves: dict[int, list[float]] = {}
         self._arrays: dict[int, Floats] = {}
