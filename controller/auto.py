@@ -6,7 +6,7 @@ sequence draft while speculation is off, checks decode plainly while it is on.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,33 +19,10 @@ from controller.candidates import Candidates, mixed
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
 from controller.explore import START_GOOD_S, START_S, ExploreBudget, Pace
+from controller.keeping import KeptPlan, PlanKeeper, keys_of
 from controller.log import Record
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
-
-PLAN_S = 1.1e-3
-"""What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
-
-UNCHANGED_PATIENCE = 4.0
-"""How much longer a plan is repeated when neither the sequences nor what is ready for them changed much."""
-
-FAR_GAIN = -0.06
-"""Predicted gain below which plain decoding is far from being beaten: it is questioned half as often."""
-
-FAR_PATIENCE = 2.0
-
-MORE_READY = 1.25
-"""Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
-
-MORE_READY_TOKENS = 0.5
-"""Least difference of the two that does."""
-
-YOUNG_TOKENS = 64.0
-"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
-
-YOUNG_COPIED_TOKENS = 6
-"""Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
-takes a tenth of a round on a laptop: too much to pay for every token copied."""
 
 LOOK_UP_S = 3e-5
 """What a look-up takes per sequence. A plan that copies needs one every round, outside what facts tell."""
@@ -53,9 +30,6 @@ LOOK_UP_S = 3e-5
 TAIL_PATIENCE = 0.3
 """In the tail a slot is weighed against its share of the whole round, and the best round may be three
 times as long as plain decoding's: so much cheaper may a slot be and still pay."""
-
-BATCH_CHANGE = 0.25
-"""Relative change of the batch that is planned for at once."""
 
 EARLY_LOOKS = 4
 """Looks at a drafter, or at plain decoding of a batch, that come early."""
@@ -90,29 +64,6 @@ class _View:
     """A slot worth less than this cannot pay even for its own policy row."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """A plan that may be repeated, and what it was made for."""
-
-    plan: RoundPlan
-    keys: tuple[int, ...]
-    usable: tuple[str, ...]
-    prefill: bool
-    promised: float = 0.0
-    """Tokens that the drafts ready for free were expected to bring."""
-
-    reads_ready: bool = False
-    """Whether the plan uses such drafts: it is cut, every round, to what is ready."""
-
-    models: tuple[str, ...] = ()
-    """Its drafters that run a model."""
-
-    young: tuple[str, ...] = ()
-    """Of the others, those of which little was known, and how many draft tokens had been seen of them."""
-
-    seen_tokens: int = 0
-
-
 class AutoController(BaseController):
     """Chooses drafter and gamma per sequence and round."""
 
@@ -140,11 +91,13 @@ class AutoController(BaseController):
         good = calibration.quality.verdict == "good"
         self._pace = Pace()
         self._budget = ExploreBudget(config.explore_budget_frac, start_s=START_GOOD_S if good else START_S)
-        self._kept: _Kept | None = None
-        self._since_plan_s = self._since_look_up_s = 0.0
-        self._patience_s = 0.0
-        """Time for which the last plan is not even questioned, unless the batch changes."""
-        self._thought_round = 0
+        self._keeper = PlanKeeper(
+            self._acceptance,
+            runs_model=self._model.runs_model,
+            usable=self._usable,
+            look_due=self._look_due,
+            think_budget_frac=config.think_budget_frac,
+        )
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
         self._last_ar_per_s = 0.0
@@ -153,51 +106,19 @@ class AutoController(BaseController):
 
     def wants_look_up(self, load: RoundLoad) -> bool:
         """Whether a new plan may be due, or the last one is cut to what is ready."""
-        kept = self._kept
-        return kept is None or kept.reads_ready or not self._stands(kept, load, self._round + 1)
+        return self._keeper.wants_look_up(load, self._round + 1)
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
-        kept = self._kept
+        kept = self._keeper.still_good(load, self._round)
         if kept is not None:
-            if self._stands(kept, load, self._round):
-                return self._repeat(load, kept)
-            if self._unchanged(kept, load, self._round) and self._promises_alike(kept, load):
-                self._since_look_up_s = 0.0
-                return self._repeat(load, kept)
+            return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
-        used = {a.drafter for a in plan.assignments.values()}
-        models = tuple([d for d in used if self._model.runs_model(d)])
-        young = tuple([d for d in used if d not in models and self._young(d)])
-        self._kept = _Kept(
-            plan=plan,
-            keys=view.batch.keys,
-            usable=self._usable(),
-            prefill=load.prefill_tokens > 0,
-            promised=self._promised(load),
-            reads_ready=len(models) < len(used),
-            models=models,
-            young=young,
-            seen_tokens=self._seen_tokens(young),
-        )
-        self._since_plan_s = self._since_look_up_s = 0.0
-        self._thought_round = self._round
         return self._explore(view, plan, best_per_s)
-
-    def _young(self, drafter: str) -> bool:
-        return self._acceptance.evidence_tokens(drafter) < YOUNG_TOKENS
-
-    def _seen_tokens(self, drafters: Iterable[str]) -> int:
-        return sum(map(self._acceptance.seen_tokens, drafters))
 
     def _usable(self) -> tuple[str, ...]:
         """Return the drafters that plans may use now."""
         return tuple([d for d in self._drafters if self._watchdog.usable(d)])
-
-    def _promised(self, load: RoundLoad) -> float:
-        """Return the tokens that the drafts ready for free are expected to bring."""
-        expected = self._acceptance.expected_accepted
-        return sum([expected(d, n) for s in load.sequences for d, n in s.history_match_tokens.items() if n])
 
     def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
         """Return the plan with the best tokens per second, that rate, and what it was made from."""
@@ -209,14 +130,13 @@ class AutoController(BaseController):
         config = self._config
         enough = config.margin_frac - (config.hysteresis_frac if self._on else 0.0)
         self._on = gain >= enough
-        self._patience_s = PLAN_S / config.think_budget_frac
         if best is None or not self._on:
-            self._patience_s *= FAR_PATIENCE if gain < FAR_GAIN else 1.0
             why = "nothing worth drafting" if best is None else f"gain {gain:+.1%} below the margin"
-            plain = RoundPlan(
+            plan = RoundPlan(
                 assignments={}, reason=why, predicted_s=view.ar_s, predicted_tokens=float(view.batch.size)
             )
-            return plain, view.ar_per_s, view
+            self._keeper.keep(plan, load, round_=self._round, gain=gain)
+            return plan, view.ar_per_s, view
         assignments = self._assignments_of(view, best)
         plan = RoundPlan(
             assignments=assignments,
@@ -224,45 +144,12 @@ class AutoController(BaseController):
             predicted_s=self._model.predict_round(load, assignments).total_s,
             predicted_tokens=best.tokens,
         )
+        self._keeper.keep(plan, load, round_=self._round, gain=gain)
         return plan, best.worth_per_s, view
 
-    def _fits(self, kept: _Kept, load: RoundLoad) -> bool:
-        """Whether the last plan is for a round like this one, and little was learnt since."""
-        planned_for = len(kept.keys)
-        if abs(len(load.sequences) - planned_for) > BATCH_CHANGE * planned_for:
-            return False
-        if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
-            return False
-        if any(self._young(d) for d in kept.models):
-            return False
-        return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
-
-    def _stands(self, kept: _Kept, load: RoundLoad, round_: int) -> bool:
-        """Whether the last plan is repeated in a round whatever may be ready by now."""
-        if self._since_plan_s < self._patience_s:
-            return self._fits(kept, load)
-        return self._since_look_up_s < self._patience_s and self._unchanged(kept, load, round_)
-
-    def _unchanged(self, kept: _Kept, load: RoundLoad, round_: int) -> bool:
-        """Whether thinking again would hardly show anything new, all that is ready being the same."""
-        return (
-            self._since_plan_s < UNCHANGED_PATIENCE * self._patience_s
-            and kept.keys == _keys(load)
-            and self._fits(kept, load)
-            and not self._look_due(kept, round_)
-        )
-
-    def _promises_alike(self, kept: _Kept, load: RoundLoad) -> bool:
-        """Whether what is ready now promises about as much as when the plan was made."""
-        promised = self._promised(load)
-        if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
-            return False
-        # Less of what the plan does not use changes nothing.
-        return not kept.reads_ready or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
-
-    def _repeat(self, load: RoundLoad, kept: _Kept) -> RoundPlan:
+    def _repeat(self, load: RoundLoad, kept: KeptPlan) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
-        old, same = kept.plan.assignments, kept.keys == _keys(load)
+        old, same = kept.plan.assignments, kept.keys == keys_of(load)
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
             a = old.get(s.key)
@@ -280,7 +167,7 @@ class AutoController(BaseController):
     def policy_changed(self, version: int) -> None:
         """Hear that the policy is now ``version``."""
         super().policy_changed(version)
-        self._kept = None
+        self._keeper.drop()
 
     def _view(self, load: RoundLoad) -> _View:
         sequences = load.sequences
@@ -408,7 +295,7 @@ class AutoController(BaseController):
         """Return the round in which a drafter is to be looked at again."""
         return self._seen_round[drafter] + self._interval(drafter, self._config.probe_interval_rounds)
 
-    def _look_due(self, kept: _Kept, round_: int) -> bool:
+    def _look_due(self, kept: KeptPlan, round_: int) -> bool:
         """Whether a look became due since the last plan; one due before that could not be had then."""
         looks: list[int] = []
         if kept.plan.assignments:
@@ -416,7 +303,7 @@ class AutoController(BaseController):
             looks.append(self._check_round(bucket, self._ar_seen_round.get(bucket, self._round)))
         if self._traits.gamma_per_sequence or not kept.plan.assignments:
             looks += [self._probe_round(name) for name in kept.usable]
-        return any(self._thought_round < due <= round_ for due in looks)
+        return any(kept.round_ < due <= round_ for due in looks)
 
     def _interval(self, what: str | int, rounds: int) -> int:
         """Return the rounds between looks at a drafter or a bucket: shorter for the first few."""
@@ -462,8 +349,7 @@ class AutoController(BaseController):
     # Learning.
 
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
-        self._since_plan_s += facts.total_s
-        self._since_look_up_s += facts.total_s
+        self._keeper.passed(facts.total_s)
         self._budget.earn(facts.total_s)
         surprised = plan is not None and plan.probe and self._settle(facts, plan)
         speculated = facts.verify_rows > facts.batch
@@ -480,7 +366,7 @@ class AutoController(BaseController):
                 self._looks[bucket] = 0 if surprised else self._looks[bucket] + 1
             if self._pace.disappoints(facts, bucket, speculated=speculated):
                 self._ar_seen_round[bucket] = self._round - self._config.check_interval_rounds
-                self._kept = None
+                self._keeper.drop()
 
     def _note_drafters(self, facts: RoundFacts) -> None:
         """Note which sequences a drafter that must be caught up knows by now."""
@@ -502,7 +388,7 @@ class AutoController(BaseController):
         # Only speed is a surprise: a stall makes any round long, and nothing makes one short.
         surprised = facts.total_s < (1.0 - SURPRISE_FRAC) * plan.predicted_s
         if surprised:
-            self._kept = None
+            self._keeper.drop()
         return surprised
 
     # Explaining.
@@ -538,7 +424,3 @@ def _described(option: Allocation) -> Record:
         "longest": int(option.gamma_B.max()),
         "drafted": int(option.gamma_B.sum()),
     }
-
-
-def _keys(load: RoundLoad) -> tuple[int, ...]:
-    return tuple([s.key for s in load.sequences])

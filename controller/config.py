@@ -65,9 +65,9 @@ class ControllerConfig:
     """Speculative rounds before one plain round measures what plain decoding costs at this batch. It
     loses little where the gain is small, which is where it matters; elsewhere the budget spaces it out."""
 
-    explore_budget_frac: float = 0.005
-    """Largest share of time that probes and checks may lose. A quarter of the 2% ``auto`` may cost where
-    speculation never pays; deciding itself and the machine's noise need the rest."""
+    explore_budget_frac: float = 0.0035
+    """Largest share of time that probes and checks may lose: a sixth of the 2% ``auto`` may cost where
+    speculation never pays. Short rounds at small batch need most of the rest for deciding."""
 
     think_budget_frac: float = 0.005
     """Share of time that planning may take; in between, the last plan is repeated. Rounds of 5 ms are

@@ -230,6 +230,7 @@ class EngineArms:
 def timed(engine: NativeEngine, work: Callable[[], T]) -> tuple[T, float]:
     """Return what ``work`` returns, and the seconds of a reference forward just before and after it."""
     gc.collect()  # what earlier runs left must not be collected on this one's time
+    gc.freeze()  # as every host does, so that the libraries' objects are not walked again and again
     paces = reference_forwards(engine)
     returned = work()
     return returned, statistics.median([*paces, *reference_forwards(engine)])

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from controller.auto import PLAN_S, AutoController, _View
+from controller.auto import AutoController, _View
 from controller.config import ControllerConfig
 from controller.decide import build_controller
+from controller.keeping import PLAN_S
 from controller.testing import (
     BOTH,
     HISTORY_ONLY,
@@ -423,7 +424,7 @@ def test_a_decision_at_batch_32_with_two_drafters_is_cheap() -> None:
         load = load_of(32, round_index=r, ready={"history": 4})
         controller.observe(machine.run(load, controller.decide(load, now_s=0.0)))
     loads = [load_of(32, round_index=r, ready={"history": 4}) for r in range(150, 153)]
-    controller._kept = None
+    controller._keeper.drop()
     planned, *repeated = calls_of(controller, loads)
     # At 0.1 to 0.2 us a call, 1300 calls, a hundred of them small array operations are about 300 us.
     assert planned < 1300

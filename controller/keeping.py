@@ -1,0 +1,181 @@
+"""When the last plan stands: planning every round would cost percents of the short ones.
+
+A plan stands for a time, unless the batch changes; then it is questioned, and made anew when anything it was
+made from changed: the sequences, what drafters have ready for free, a drafter's evidence, a look that is due.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from controller.acceptance import AcceptanceModel
+from controller.types import RoundLoad, RoundPlan
+
+PLAN_S = 1.1e-3
+"""What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
+
+UNCHANGED_PATIENCE = 4.0
+"""How much longer a plan is repeated when neither the sequences nor what is ready for them changed much."""
+
+FAR_GAIN = -0.06
+"""Predicted gain below which plain decoding is far from being beaten: it is questioned half as often."""
+
+FAR_PATIENCE = 2.0
+
+BATCH_CHANGE = 0.25
+"""Relative change of the batch that is planned for at once."""
+
+MORE_READY = 1.25
+"""Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
+
+MORE_READY_TOKENS = 0.5
+"""Least difference of the two that does."""
+
+YOUNG_TOKENS = 64.0
+"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
+
+YOUNG_COPIED_TOKENS = 6
+"""Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
+takes a tenth of a round on a laptop: too much to pay for every token copied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPlan:
+    """A plan that may be repeated, and what it was made for."""
+
+    plan: RoundPlan
+    round_: int
+    """In which it was made."""
+
+    keys: tuple[int, ...]
+    usable: tuple[str, ...]
+    prefill: bool
+    patience_s: float
+    """Time for which it is not even questioned, unless the batch changes."""
+
+    promised: float
+    """Tokens that the drafts ready for free were expected to bring."""
+
+    reads_ready: bool
+    """Whether it uses such drafts: it is cut, every round, to what is ready."""
+
+    models: tuple[str, ...]
+    """Its drafters that run a model."""
+
+    young: tuple[str, ...]
+    """Of the others, those of which little was known."""
+
+    seen_tokens: int
+    """Draft tokens that had been seen of those."""
+
+
+class PlanKeeper:
+    """Keeps one plan and tells for how long."""
+
+    def __init__(
+        self,
+        acceptance: AcceptanceModel,
+        *,
+        runs_model: Callable[[str], bool],
+        usable: Callable[[], tuple[str, ...]],
+        look_due: Callable[[KeptPlan, int], bool],
+        think_budget_frac: float,
+    ) -> None:
+        """``look_due`` says whether a look became due between a plan's making and a round."""
+        self._acceptance, self._runs_model, self._usable = acceptance, runs_model, usable
+        self._look_due, self._patience_s = look_due, PLAN_S / think_budget_frac
+        self._kept: KeptPlan | None = None
+        self._since_plan_s = self._since_look_up_s = 0.0
+
+    def passed(self, seconds: float) -> None:
+        """Hear that a round took so long."""
+        self._since_plan_s += seconds
+        self._since_look_up_s += seconds
+
+    def drop(self) -> None:
+        """Plan anew next round."""
+        self._kept = None
+
+    def keep(self, plan: RoundPlan, load: RoundLoad, *, round_: int, gain: float) -> None:
+        """Keep a plan that was just made. ``gain`` is the best that drafting promised over plain decoding."""
+        used = {a.drafter for a in plan.assignments.values()}
+        models = tuple(sorted(filter(self._runs_model, used)))
+        young = tuple(sorted(d for d in used if d not in models and self._little_known(d)))
+        far = not plan.assignments and gain < FAR_GAIN
+        self._kept = KeptPlan(
+            plan=plan,
+            round_=round_,
+            keys=keys_of(load),
+            usable=self._usable(),
+            prefill=load.prefill_tokens > 0,
+            patience_s=self._patience_s * (FAR_PATIENCE if far else 1.0),
+            promised=self._promised(load),
+            reads_ready=len(models) < len(used),
+            models=models,
+            young=young,
+            seen_tokens=self._seen_tokens(young),
+        )
+        self._since_plan_s = self._since_look_up_s = 0.0
+
+    def wants_look_up(self, load: RoundLoad, round_: int) -> bool:
+        """Whether a new plan may be due in a round, or the kept one is cut to what is ready."""
+        kept = self._kept
+        return kept is None or kept.reads_ready or not self._stands(kept, load, round_)
+
+    def still_good(self, load: RoundLoad, round_: int) -> KeptPlan | None:
+        """Return the plan to repeat in a round, None when one must be made."""
+        kept = self._kept
+        if kept is None or self._stands(kept, load, round_):
+            return kept
+        if self._unchanged(kept, load, round_) and self._promises_alike(kept, load):
+            self._since_look_up_s = 0.0
+            return kept
+        return None
+
+    def _stands(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
+        """Whether it is repeated whatever may be ready by now."""
+        if self._since_plan_s < kept.patience_s:
+            return self._fits(kept, load)
+        return self._since_look_up_s < kept.patience_s and self._unchanged(kept, load, round_)
+
+    def _fits(self, kept: KeptPlan, load: RoundLoad) -> bool:
+        """Whether it is for a round like this one, and little was learnt since."""
+        planned_for = len(kept.keys)
+        if abs(len(load.sequences) - planned_for) > BATCH_CHANGE * planned_for:
+            return False
+        if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
+            return False
+        if any(map(self._little_known, kept.models)):
+            return False
+        return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
+
+    def _unchanged(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
+        """Whether thinking again would hardly show anything new, all that is ready being the same."""
+        return (
+            self._since_plan_s < UNCHANGED_PATIENCE * kept.patience_s
+            and kept.keys == keys_of(load)
+            and self._fits(kept, load)
+            and not self._look_due(kept, round_)
+        )
+
+    def _promises_alike(self, kept: KeptPlan, load: RoundLoad) -> bool:
+        """Whether what is ready now promises about as much as when the plan was made."""
+        promised = self._promised(load)
+        if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
+            return False
+        # Less of what the plan does not use changes nothing.
+        return not kept.reads_ready or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
+
+    def _promised(self, load: RoundLoad) -> float:
+        expected = self._acceptance.expected_accepted
+        return sum([expected(d, n) for s in load.sequences for d, n in s.history_match_tokens.items() if n])
+
+    def _little_known(self, drafter: str) -> bool:
+        return self._acceptance.evidence_tokens(drafter) < YOUNG_TOKENS
+
+    def _seen_tokens(self, drafters: tuple[str, ...]) -> int:
+        return sum(map(self._acceptance.seen_tokens, drafters))
+
+
+def keys_of(load: RoundLoad) -> tuple[int, ...]:
+    """Return the sequences of a round, in order."""
+    return tuple([s.key for s in load.sequences])
