@@ -1,9 +1,12 @@
 """Commands for a thread: posted from any thread, run by the owner when it chooses to."""
 
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+
+from rollout.errors import EngineCrashError
 
 T = TypeVar("T")
 
@@ -13,9 +16,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._posting = threading.Lock()
+        self.closed = False
 
     def post(self, action: Callable[[], T]) -> Future[T]:
-        """Queue ``action`` for the owner's thread; the future resolves once it ran there."""
+        """Queue ``action`` for the owner's thread; the future resolves once it ran there.
+
+        After ``close`` it holds an ``EngineCrashError`` at once: nobody would ever run it.
+        """
         future: Future[T] = Future()
 
         def command() -> None:
@@ -28,8 +36,18 @@ class Inbox:
             else:
                 future.set_result(result)
 
-        self._commands.put(command)
+        with self._posting:
+            if not self.closed:
+                self._commands.put(command)
+                return future
+        future.set_exception(EngineCrashError("the host is closed"))
         return future
+
+    def close(self) -> None:
+        """Run what is still queued, on the owner's thread, and take nothing more."""
+        with self._posting:
+            self.closed = True
+        self.run(wait_s=0.0)
 
     def run(self, *, wait_s: float) -> None:
         """Run everything queued, waiting up to ``wait_s`` for a first command."""

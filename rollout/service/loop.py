@@ -190,8 +190,9 @@ class EngineLoop:
         return self._post(self._wake)
 
     def close(self) -> Future[None]:
-        """End the loop and the engine; what is alive ends as aborted."""
-        return self._post(self._close)
+        """End the loop and the engine; what is alive ends as aborted. Idempotent."""
+        posted = self._post(self._close)
+        return _resolved() if self._inbox.closed else posted
 
     def status(self) -> LoopStatus:
         """Return the state as of the last round boundary, without waiting for the next one."""
@@ -213,8 +214,11 @@ class EngineLoop:
     def run(self) -> None:
         """Turn until closed. The thread that calls this owns the engine."""
         ran = True
-        while not self._closed:
-            ran = self.turn(wait_s=0.0 if ran else self._idle_wait_s())
+        try:
+            while not self._closed:
+                ran = self.turn(wait_s=0.0 if ran else self._idle_wait_s())
+        finally:
+            self._inbox.close()  # who asked while it ended must not wait for ever
 
     def turn(self, *, wait_s: float = 0.0) -> bool:
         """Take commands (waiting up to ``wait_s`` for the first), run at most one round, tell what happened.
@@ -321,9 +325,9 @@ class EngineLoop:
     # ---- requests ---------------------------------------------------------------------------------
 
     def _add(self, requests: Sequence[Request], begun: Mapping[Key, Identity]) -> HandedBack | None:
-        if self._error is not None:
+        if self._error is not None or self._closed:
             # They were part of nothing that failed: whoever sent them may send them elsewhere.
-            raise EngineCrashError(self._error)
+            raise EngineCrashError(self._error or "the host is closed")
         live = Identity(policy_version=self.engine.policy_version, fingerprint=self.engine.fingerprint)
         back = []
         for request in requests:
@@ -461,3 +465,9 @@ class EngineLoop:
 
     def _idle_wait_s(self) -> float:
         return min(IDLE_WAIT_S, max(0.001, self._live.next_deadline_s() - self._clock()))
+
+
+def _resolved() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done

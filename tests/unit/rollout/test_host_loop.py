@@ -1,5 +1,6 @@
 """The engine loop alone: no Ray, no thread but the test's own, a clock the test moves."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -328,9 +329,9 @@ class SlowEngine(ScriptedEngine):
 
     take_time = staticmethod(lambda: None)
 
-    def load(self):
+    def load(self, **how):
         self.take_time()
-        return super().load()
+        return super().load(**how)
 
     def begin_update(self, update, *, in_flight):
         self.take_time()
@@ -511,3 +512,19 @@ def test_closing_ends_what_is_alive_as_aborted():
     driven.do(driven.loop.close())
     assert [c.error for c in driven.completions] == ["AbortedError: the host was closed"] * 2
     assert driven.loop.status().state == "closed"
+
+
+def test_who_asks_while_a_loop_ends_or_after_it_is_answered():
+    for _ in range(20):
+        driven = Driven()
+        thread = threading.Thread(target=driven.loop.run)
+        thread.start()
+        asked = [driven.loop.close() for _ in range(5)]
+        while thread.is_alive():
+            asked.append(driven.loop.close())
+        asked.append(driven.loop.close())
+        assert [future.result(timeout=5) for future in asked] == [None] * len(asked)
+    with pytest.raises(EngineCrashError, match="the host is closed"):
+        driven.loop.add(scripted_requests(1)).result(timeout=5)
+    with pytest.raises(EngineCrashError, match="the host is closed"):
+        driven.loop.pause().result(timeout=5)
