@@ -50,11 +50,15 @@ class Inbox:
         self.run(wait_s=0.0)
 
     def run(self, *, wait_s: float) -> None:
-        """Run everything queued, waiting up to ``wait_s`` for a first command."""
+        """Run everything queued, waiting up to ``wait_s`` for a first command.
+
+        What is posted meanwhile waits for the next time: rounds go on whoever floods the host.
+        """
         try:
             command = self._commands.get(timeout=wait_s) if wait_s > 0 else self._commands.get_nowait()
-            while True:
+            for _ in range(self._commands.qsize()):
                 command()
                 command = self._commands.get_nowait()
+            command()
         except queue.Empty:
             return
