@@ -4,7 +4,7 @@ A plan stands for a time, unless the batch changes; then it is questioned, and m
 made from changed: the sequences, what drafters have ready for free, a drafter's evidence, a look that is due.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from controller.acceptance import AcceptanceModel
@@ -22,7 +22,8 @@ FAR_GAIN = -0.06
 FAR_PATIENCE = 2.0
 
 BATCH_CHANGE = 0.25
-"""Relative change of the batch that is planned for at once."""
+"""Relative change of the batch that is planned for at once, and share of it that may be left without the
+drafts it was to copy: those sequences decode plainly, where another drafter might serve them."""
 
 MORE_READY = 1.25
 """Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
@@ -55,8 +56,8 @@ class KeptPlan:
     promised: float
     """Tokens that the drafts ready for free were expected to bring."""
 
-    reads_ready: bool
-    """Whether it uses such drafts: it is cut, every round, to what is ready."""
+    copiers: Mapping[int, str]
+    """By sequence, the drafter of those that use such drafts: every round the plan is cut to what is ready."""
 
     models: tuple[str, ...]
     """Its drafters that run a model."""
@@ -97,6 +98,7 @@ class PlanKeeper:
 
     def keep(self, plan: RoundPlan, load: RoundLoad, *, round_: int, gain: float) -> None:
         """Keep a plan that was just made. ``gain`` is the best that drafting promised over plain decoding."""
+        copiers = {k: a.drafter for k, a in plan.assignments.items() if not self._runs_model(a.drafter)}
         used = {a.drafter for a in plan.assignments.values()}
         models = tuple(sorted(filter(self._runs_model, used)))
         young = tuple(sorted(d for d in used if d not in models and self._little_known(d)))
@@ -109,7 +111,7 @@ class PlanKeeper:
             prefill=load.prefill_tokens > 0,
             patience_s=self._patience_s * (FAR_PATIENCE if far else 1.0),
             promised=self._promised(load),
-            reads_ready=len(models) < len(used),
+            copiers=copiers,
             models=models,
             young=young,
             seen_tokens=self._seen_tokens(young),
@@ -119,7 +121,7 @@ class PlanKeeper:
     def wants_look_up(self, load: RoundLoad, round_: int) -> bool:
         """Whether a new plan may be due in a round, or the kept one is cut to what is ready."""
         kept = self._kept
-        return kept is None or kept.reads_ready or not self._stands(kept, load, round_)
+        return kept is None or bool(kept.copiers) or not self._stands(kept, load, round_)
 
     def still_good(self, load: RoundLoad, round_: int) -> KeptPlan | None:
         """Return the plan to repeat in a round, None when one must be made."""
@@ -144,6 +146,8 @@ class PlanKeeper:
             return False
         if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False
+        if kept.copiers and _robbed(kept, load) > BATCH_CHANGE * planned_for:
+            return False
         if any(map(self._little_known, kept.models)):
             return False
         return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
@@ -163,7 +167,7 @@ class PlanKeeper:
         if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
             return False
         # Less of what the plan does not use changes nothing.
-        return not kept.reads_ready or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
+        return not kept.copiers or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
 
     def _promised(self, load: RoundLoad) -> float:
         expected = self._acceptance.expected_accepted
@@ -174,6 +178,12 @@ class PlanKeeper:
 
     def _seen_tokens(self, drafters: tuple[str, ...]) -> int:
         return sum(map(self._acceptance.seen_tokens, drafters))
+
+
+def _robbed(kept: KeptPlan, load: RoundLoad) -> int:
+    """Return how many sequences were to copy and have nothing to copy any more."""
+    to_copy = [(kept.copiers.get(s.key), s.history_match_tokens) for s in load.sequences]
+    return sum([drafter is not None and not ready.get(drafter) for drafter, ready in to_copy])
 
 
 def keys_of(load: RoundLoad) -> tuple[int, ...]:

@@ -231,6 +231,19 @@ def test_much_more_that_is_ready_is_noticed_within_the_patience() -> None:
     assert all(drafts[first : first + 50])
 
 
+def test_a_sequence_with_nothing_left_to_copy_is_planned_for_at_once() -> None:
+    machine = SimulatedMachine(shapes=BOTH, hazard=constant(0.9), stall_chance=0.0)
+    for batch in (1, 2):
+        controller = auto(machine)
+        for r in range(400):
+            ready = 6 if r // 10 % 2 else 0
+            load = load_of(batch, round_index=r, ready={"history": ready})
+            plan = controller.decide(load, now_s=0.01 * r)
+            controller.observe(machine.run(load, plan))
+            if r >= 100 and not ready and not plan.probe:
+                assert {a.drafter for a in plan.assignments.values()} == {"w4"}
+
+
 def test_a_repeated_plan_never_exceeds_what_a_match_still_offers() -> None:
     machine = SimulatedMachine(shapes=BOTH, hazard=constant(0.9))
     controller = auto(machine)
