@@ -19,7 +19,7 @@ from controller.candidates import Candidates, mixed
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
 from controller.explore import START_GOOD_S, START_S, ExploreBudget, Pace
-from controller.keeping import KeptPlan, PlanKeeper, keys_of
+from controller.keeping import NOTHING_INSTEAD, KeptPlan, PlanKeeper, keys_of
 from controller.log import Record
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
@@ -144,8 +144,18 @@ class AutoController(BaseController):
             predicted_s=self._model.predict_round(load, assignments).total_s,
             predicted_tokens=best.tokens,
         )
-        self._keeper.keep(plan, load, round_=self._round, gain=gain)
+        copies = not best.candidates.all_model
+        instead = self._without_copies(view, enough) if copies else NOTHING_INSTEAD
+        self._keeper.keep(plan, load, round_=self._round, gain=gain, instead=instead)
         return plan, best.worth_per_s, view
+
+    def _without_copies(self, view: _View, enough: float) -> Mapping[int, Assignment]:
+        """Return the assignments of the best option that copies nothing, none where plain decoding is."""
+        models = [option for option in self._options if option.candidates.all_model]
+        best = max(models, key=lambda a: a.worth_per_s, default=None)
+        if best is None or best.worth_per_s / view.ar_per_s - 1.0 < enough:
+            return NOTHING_INSTEAD
+        return self._assignments_of(view, best)
 
     def _repeat(self, load: RoundLoad, kept: KeptPlan) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
@@ -156,6 +166,9 @@ class AutoController(BaseController):
             if a is None:
                 continue
             room = self._room(s, a.drafter)
+            if room == 0 and s.key in kept.instead:
+                same, a = False, kept.instead[s.key]
+                room = self._room(s, a.drafter)
             if room < a.gamma:
                 same = False
                 if room == 0:

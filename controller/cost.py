@@ -11,7 +11,7 @@ calibration wrong by a factor of two, in any of the three ways, is corrected wit
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from controller.calibration import Calibration, PartFit
 from controller.config import ControllerConfig
 from controller.tracking import FactorTracker, LineTracker, ResidualTable
+from controller.trust import Timing
 from controller.types import POLICY, Assignment, DraftCost, PartShape, RoundFacts, RoundLoad
 
 Floats = NDArray[np.float64]
@@ -39,6 +40,10 @@ COMMON_SHARE = 0.25
 KNEE_RATIO = 1.25
 """How far moving and computing must lie apart for a forward of the policy to tell which of them it speaks of.
 Nearer, a change of one shows as the other's, and a drafter would take the difference for its own."""
+
+SPEAKS_FRAC = 0.5
+"""Share of a drafter's calibrated time that must be moving or computing for it to speak of the machine. Where
+most is overhead, an overhead a little wrong would pass for a machine that became several times faster."""
 
 PAIRED_ROUNDS = 2
 """Observed rounds after which a word of the policy about the machine no longer tells a drafter's apart."""
@@ -65,6 +70,16 @@ class DraftLine:
     row_s: float
 
 
+STEPS_LIMIT = 0.25
+"""Largest log correction of a row count by what the calibration measured there."""
+
+LEAST_STEPS = 4
+"""Row counts measured below which no steps are read off: that many are the roofline's own parameters."""
+
+STEPS_ROWS = 4096
+"""Row counts beyond share the last correction."""
+
+
 class _Part:
     """One part's calibrated roofline."""
 
@@ -74,11 +89,17 @@ class _Part:
         self.row_s = shape.flops_per_row / fit.flops_per_s
         self.context_s = fit.context_factor * shape.flops_per_context_token / fit.flops_per_s
         self.base_s, self.per_row_s = fit.overhead_s, fit.overhead_s_per_row
+        self.steps_R = np.ones(STEPS_ROWS + 1)
+        """By rows, what the roofline is multiplied by: kernels take rows in tiles, so cost has steps."""
         self.residuals = ResidualTable(quantile=quantile)
         self._since_common = 0
         self.own = FactorTracker(quantile=quantile, window=window)
         """How much slower it is than calibrated beside the machine; the policy's is the machine's by
         definition and never moves."""
+
+    def step(self, rows: float) -> float:
+        """Return what the roofline of so many rows is multiplied by."""
+        return float(self.steps_R[min(STEPS_ROWS, round(rows))])
 
     def share_common(self, factor: FactorTracker, bound: int | None) -> None:
         """Move what the cells under a factor have in common to it, now and then and by and by."""
@@ -115,6 +136,30 @@ class CostModel:
         self._said: dict[int, deque[tuple[int, float]]] = {0: deque(maxlen=3), 1: deque(maxlen=3)}
         """By parameter, bandwidth and rate: what the policy's latest forwards say, and when."""
         self._machine = calibration.parts[POLICY]
+        self._take_steps(calibration.timings)
+
+    def _take_steps(self, timings: Sequence[Timing]) -> None:
+        """Learn the steps of the policy's cost over rows from what single forwards took.
+
+        Their mean stays the roofline's: it was fitted to the same forwards.
+        """
+        wide = [t for t in timings if t.part == POLICY and t.rows == t.sequences]
+        shortest = min((t.context_tokens for t in wide), default=0)
+        error_of: dict[int, float] = {}
+        for t in wide:
+            if t.context_tokens == shortest and 1 <= t.rows <= STEPS_ROWS:
+                context = float(t.context_tokens * t.rows)
+                roofline_s = self.forward_s(
+                    POLICY, rows=t.rows, sequences=t.rows, read_tokens=context, context_tokens=context
+                )
+                error_of[t.rows] = math.log(math.sqrt(t.fastest_s * t.median_s) / roofline_s)
+        if len(error_of) < LEAST_STEPS:
+            return
+        rows = sorted(error_of)
+        errors = np.asarray([error_of[r] for r in rows])
+        errors = np.clip(errors - errors.mean(), -STEPS_LIMIT, STEPS_LIMIT)
+        every = np.arange(1, STEPS_ROWS + 1)
+        self._parts[POLICY].steps_R[1:] = np.exp(np.interp(np.log(every), np.log(rows), errors))
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
@@ -155,7 +200,7 @@ class CostModel:
         moved_s, maths_s = self._bounds(part, rows, read_tokens, context_tokens)
         main_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown) * part.own.slowdown
         raw_s = main_s + part.base_s + part.per_row_s * rows
-        return raw_s * part.residuals.factor(rows, sequences)
+        return raw_s * part.step(rows) * part.residuals.factor(rows, sequences)
 
     def verify_curve_s(
         self, rows_N: NDArray[np.intp], context_N: Floats, *, sequences: int, read_tokens: float
@@ -166,7 +211,8 @@ class CostModel:
         slow = self._rate.slowdown
         maths_s_N = rows_N * (part.row_s * slow) + context_N * (part.context_s * slow)
         raw_N = np.maximum(maths_s_N, moved_s) + (rows_N * part.per_row_s + part.base_s)
-        return np.asarray(raw_N * part.residuals.factors(rows_N, sequences))
+        steps_N = part.steps_R.take(rows_N, mode="clip")
+        return np.asarray(raw_N * steps_N * part.residuals.factors(rows_N, sequences))
 
     def least_row_s(self, *, rows: int, read_tokens: float, context_tokens: float) -> float:
         """Return what one more policy row costs at least, before residuals: 0 flops while memory-bound."""
@@ -307,14 +353,18 @@ class CostModel:
         part = self._parts[name]
         rows = float(shape[0]) if rows is None else rows
         moved_s, maths_s = self._bounds(part, rows, *tokens)
+        seconds /= part.step(rows)
         if seconds <= 0.0 or max(moved_s, maths_s) <= 0.0:
             return
         overhead_s = part.base_s + part.per_row_s * rows
         main_s = max(seconds / part.residuals.own(*shape) - overhead_s, LEAST_MAIN_FRAC * seconds)
         which = int(moved_s * self._bandwidth.slowdown < maths_s * self._rate.slowdown)
         tracker = (self._bandwidth, self._rate)[which]
-        slowdown = main_s / (maths_s if which else moved_s)
+        bound_s = maths_s if which else moved_s
+        slowdown = main_s / bound_s
         said = self._said_lately(which) if name != POLICY else []
+        if name != POLICY and not said and bound_s < SPEAKS_FRAC * (bound_s + overhead_s):
+            said = [tracker.slowdown]
         factor = part.own if said else tracker
         # While the machine changes, its parameters are behind, and shapes must not take the blame. Asked
         # before this forward is heard: a fast one unsettles a low quantile sooner than a slow one, and shapes

@@ -6,9 +6,10 @@ made from changed: the sequences, what drafters have ready for free, a drafter's
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from controller.acceptance import AcceptanceModel
-from controller.types import RoundLoad, RoundPlan
+from controller.types import Assignment, RoundLoad, RoundPlan
 
 PLAN_S = 1.1e-3
 """What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
@@ -22,8 +23,7 @@ FAR_GAIN = -0.06
 FAR_PATIENCE = 2.0
 
 BATCH_CHANGE = 0.25
-"""Relative change of the batch that is planned for at once, and share of it that may be left without the
-drafts it was to copy: those sequences decode plainly, where another drafter might serve them."""
+"""Relative change of the batch that is planned for at once."""
 
 MORE_READY = 1.25
 """Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
@@ -31,12 +31,16 @@ MORE_READY = 1.25
 MORE_READY_TOKENS = 0.5
 """Least difference of the two that does."""
 
-YOUNG_TOKENS = 64.0
-"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot."""
+YOUNG_TOKENS = 40.0
+"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot. Half of it
+is there after a second."""
 
 YOUNG_COPIED_TOKENS = 6
 """Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
 takes a tenth of a round on a laptop: too much to pay for every token copied."""
+
+
+NOTHING_INSTEAD: Mapping[int, Assignment] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +60,11 @@ class KeptPlan:
     promised: float
     """Tokens that the drafts ready for free were expected to bring."""
 
-    copiers: Mapping[int, str]
-    """By sequence, the drafter of those that use such drafts: every round the plan is cut to what is ready."""
+    copies: bool
+    """Whether it uses such drafts: each round it is cut to what is ready."""
+
+    instead: Mapping[int, Assignment]
+    """How a sequence decodes that was to copy and has nothing to copy any more; plainly where it misses."""
 
     models: tuple[str, ...]
     """Its drafters that run a model."""
@@ -96,9 +103,17 @@ class PlanKeeper:
         """Plan anew next round."""
         self._kept = None
 
-    def keep(self, plan: RoundPlan, load: RoundLoad, *, round_: int, gain: float) -> None:
-        """Keep a plan that was just made. ``gain`` is the best that drafting promised over plain decoding."""
-        copiers = {k: a.drafter for k, a in plan.assignments.items() if not self._runs_model(a.drafter)}
+    def keep(
+        self,
+        plan: RoundPlan,
+        load: RoundLoad,
+        *,
+        round_: int,
+        gain: float,
+        instead: Mapping[int, Assignment] = NOTHING_INSTEAD,
+    ) -> None:
+        """Keep a plan that was just made. ``gain`` is the best that drafting promised over plain decoding,
+        ``instead`` what was best without copying."""
         used = {a.drafter for a in plan.assignments.values()}
         models = tuple(sorted(filter(self._runs_model, used)))
         young = tuple(sorted(d for d in used if d not in models and self._little_known(d)))
@@ -111,7 +126,8 @@ class PlanKeeper:
             prefill=load.prefill_tokens > 0,
             patience_s=self._patience_s * (FAR_PATIENCE if far else 1.0),
             promised=self._promised(load),
-            copiers=copiers,
+            copies=len(models) < len(used),
+            instead=instead,
             models=models,
             young=young,
             seen_tokens=self._seen_tokens(young),
@@ -121,7 +137,7 @@ class PlanKeeper:
     def wants_look_up(self, load: RoundLoad, round_: int) -> bool:
         """Whether a new plan may be due in a round, or the kept one is cut to what is ready."""
         kept = self._kept
-        return kept is None or bool(kept.copiers) or not self._stands(kept, load, round_)
+        return kept is None or kept.copies or not self._stands(kept, load, round_)
 
     def still_good(self, load: RoundLoad, round_: int) -> KeptPlan | None:
         """Return the plan to repeat in a round, None when one must be made."""
@@ -146,8 +162,6 @@ class PlanKeeper:
             return False
         if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False
-        if kept.copiers and _robbed(kept, load) > BATCH_CHANGE * planned_for:
-            return False
         if any(map(self._little_known, kept.models)):
             return False
         return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
@@ -167,7 +181,7 @@ class PlanKeeper:
         if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
             return False
         # Less of what the plan does not use changes nothing.
-        return not kept.copiers or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
+        return not kept.copies or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
 
     def _promised(self, load: RoundLoad) -> float:
         expected = self._acceptance.expected_accepted
@@ -178,12 +192,6 @@ class PlanKeeper:
 
     def _seen_tokens(self, drafters: tuple[str, ...]) -> int:
         return sum(map(self._acceptance.seen_tokens, drafters))
-
-
-def _robbed(kept: KeptPlan, load: RoundLoad) -> int:
-    """Return how many sequences were to copy and have nothing to copy any more."""
-    to_copy = [(kept.copiers.get(s.key), s.history_match_tokens) for s in load.sequences]
-    return sum([drafter is not None and not ready.get(drafter) for drafter, ready in to_copy])
 
 
 def keys_of(load: RoundLoad) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from controller.config import ControllerConfig
 from controller.cost import CostModel
 from controller.testing import HISTORY, SMALL_COSTS, SMALL_POLICY, SMALL_W4, SimulatedMachine, load_of
 from controller.tracking import FactorTracker, LineTracker, ResidualTable
+from controller.trust import Timing, timing_of
 from controller.types import POLICY, Assignment, RoundFacts, RoundPlan
 
 SHAPES = {POLICY: SMALL_POLICY, "w4": SMALL_W4, "history": HISTORY}
@@ -234,3 +235,35 @@ def test_time_outside_forwards_is_learnt_without_blaming_speculation() -> None:
         line.observe(6, 5e-4 * float(np.exp(0.05 * rng.standard_normal())), flagged=True)
     assert line.predict(6, flagged=True) == pytest.approx(5e-4, rel=0.1)
     assert line.predict(2, flagged=False) > 3e-4
+
+
+def test_steps_of_the_policy_over_rows_are_those_the_calibration_measured() -> None:
+    fitted = exact_calibration()
+    plain = CostModel(SHAPES, fitted, ControllerConfig())
+
+    def policy_s(model: CostModel, rows: int, sequences: int) -> float:
+        return model.forward_s(
+            POLICY,
+            rows=rows,
+            sequences=sequences,
+            read_tokens=64.0 * sequences,
+            context_tokens=64.0 * rows,
+        )
+
+    def timing(rows: int, log_error: float) -> Timing:
+        seconds = policy_s(plain, rows, rows) * math.exp(log_error)
+        return timing_of([seconds] * 3, part=POLICY, rows=rows, sequences=rows, context_tokens=64)
+
+    errors = {1: 0.02, 4: 0.08, 6: -0.12, 8: 0.1, 16: -0.05, 32: -0.03}
+    timings = tuple(timing(rows, error) for rows, error in errors.items())
+    stepped = CostModel(SHAPES, replace(fitted, timings=timings), ControllerConfig())
+    for rows, error in errors.items():
+        for sequences in {1, min(4, rows), rows}:
+            ratio = policy_s(stepped, rows, sequences) / policy_s(plain, rows, sequences)
+            assert ratio == pytest.approx(math.exp(error), rel=1e-6), "whatever sequences the rows belong to"
+        curve = stepped.verify_curve_s(
+            np.asarray([rows]), np.asarray([64.0 * rows]), sequences=rows, read_tokens=64.0 * rows
+        )
+        assert float(curve[0]) == pytest.approx(policy_s(stepped, rows, rows))
+    few = CostModel(SHAPES, replace(fitted, timings=timings[:3]), ControllerConfig())
+    assert policy_s(few, 4, 4) == policy_s(plain, 4, 4)
