@@ -144,8 +144,8 @@ class AutoController(BaseController):
             predicted_s=self._model.predict_round(load, assignments).total_s,
             predicted_tokens=best.tokens,
         )
-        copies = not best.candidates.all_model
-        instead = self._without_copies(view, enough) if copies else NOTHING_INSTEAD
+        mixes = self._traits.gamma_per_sequence and not best.candidates.all_model
+        instead = self._without_copies(view, enough) if mixes else NOTHING_INSTEAD
         self._keeper.keep(plan, load, round_=self._round, gain=gain, instead=instead)
         return plan, best.worth_per_s, view
 
