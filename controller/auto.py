@@ -191,7 +191,7 @@ class AutoController(BaseController):
             tail=load.waiting == 0 and load.prefill_tokens == 0,
             sunk_s=self._model.prompt_s(load.prefill_tokens),
         )
-        room = {name: self._caps(load, batch, name) for name in self._drafters if self._watchdog.usable(name)}
+        room = {name: self._caps(load, batch, name) for name in self._usable()}
         rows, read = batch.size + load.prefill_tokens, batch.read_tokens
         ar_s = self._model.plain_s(rows, sequences=batch.size, read_tokens=read)
         ar_per_s = batch.size / max(ar_s - batch.sunk_s, LEAST_S)
