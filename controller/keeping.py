@@ -21,8 +21,8 @@ FAR_GAIN = -0.06
 """Predicted gain below which plain decoding is far from being beaten."""
 
 FAR_PATIENCE = 4.0
-"""How much longer plain decoding stands then, unless more is ready for free: nothing is to be gained soon, and
-what thinking costs is all that a controller costs."""
+"""How much longer plain decoding stands then, unless more is ready for free: nothing is to be gained soon,
+and what thinking costs is all that a controller costs."""
 
 PLAIN_PATIENCE = 2.0
 """The same for plain decoding that is near: what is gained by speculating a little sooner is little."""
@@ -46,8 +46,8 @@ takes a tenth of a round on a laptop: too much to pay for every token copied."""
 
 
 LONGEST_PAUSE_ROUNDS = 16
-"""Text to copy comes in runs. While a plan that only copies finds none, it looks again after 1, 2, 4 rounds and
-so on, but no later than this: a look-up each round takes a percent of a short one."""
+"""Text to copy comes in runs. While a plan that only copies finds none, it looks again after 1, 2, 4 rounds
+and so on, but no later than this: a look-up each round takes a percent of a short one."""
 
 NOTHING_INSTEAD: Mapping[int, Assignment] = MappingProxyType({})
 

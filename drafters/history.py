@@ -50,7 +50,7 @@ class HistoryDrafter:
         return [len(guess) for guess in self._guesses(requests)]
 
     def finished(self, request: DraftRequest) -> None:
-        """Keep a finished rollout under its prompt. A running one is indexed as far as it is when asked for."""
+        """Keep a finished rollout under its prompt. A running one is indexed when somebody asks."""
         self._follow(request).finish(request.key)
         del self._prompt_of[request.key]
         self._evict()
