@@ -119,12 +119,13 @@ class _Counts:
 class _Drafter:
     """Evidence about one drafter. The prior is counted as evidence, so it fades like the rest."""
 
-    def __init__(self, config: ControllerConfig, *, positions: int, prior_acceptance: float) -> None:
+    def __init__(self, config: ControllerConfig, *, positions: int, copies: bool) -> None:
         self._config = config
-        self._prior_acceptance = prior_acceptance
+        self._prior_acceptance = config.prior_acceptance_copied if copies else config.prior_acceptance
+        self._hope_errors = 0.0 if copies else config.hope_errors
         self.positions = positions
         self._memory = _Counts(positions, window_tokens=config.acceptance_window_tokens)
-        self._memory.add_evenly(config.prior_tokens / positions, prior_acceptance)
+        self._memory.add_evenly(config.prior_tokens / positions, self._prior_acceptance)
         self._recent = _Counts(positions, window_tokens=RECENT_TOKENS)
         self.sequences: dict[int, _Sequence] = {}
         self.seen_tokens = 0
@@ -142,7 +143,7 @@ class _Drafter:
         # Little evidence is met with hope: one standard error beyond that of a full memory. What it
         # costs is bounded by the evidence it brings; a wrong fear would stay until the next probes.
         shy = 1.0 / math.sqrt(tried) - 1.0 / math.sqrt(self._config.acceptance_window_tokens)
-        hope = self._config.hope_errors * math.sqrt(self._mean * (1.0 - self._mean)) * max(0.0, shy)
+        hope = self._hope_errors * math.sqrt(self._mean * (1.0 - self._mean)) * max(0.0, shy)
         lean = self._config.position_prior_tokens
         self._hazards = [
             _clip((lean * self._mean + k) / (lean + t) + hope)
@@ -258,13 +259,7 @@ class AcceptanceModel:
     ) -> None:
         """``copying`` names the drafters that run no model."""
         self._drafters = {
-            name: _Drafter(
-                config,
-                positions=most,
-                prior_acceptance=config.prior_acceptance_copied
-                if name in copying
-                else config.prior_acceptance,
-            )
+            name: _Drafter(config, positions=most, copies=name in copying)
             for name, most in max_gammas.items()
         }
 
