@@ -11,7 +11,7 @@ differ by its kernels and are fitted on their own.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -49,6 +49,12 @@ samples leave open, such as the rate of a part that was never bound by it."""
 
 HUBER_LOG = 0.1
 """Log residual past which a sample counts linearly: 10% is model error, more is a stall."""
+
+TINY_LOG = 1e-300
+"""Keeps a residual of exactly 0 from being divided by."""
+
+MOST_STEPS, MOST_REFUSALS = 160, 8
+"""Of a fit: steps in all, and steps in a row that gain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,11 +233,24 @@ def _terms(samples: Sequence[Sample], shape: PartShape) -> tuple[Floats, Floats]
     return np.asarray(columns, dtype=np.float64), np.asarray([s.seconds for s in samples], dtype=np.float64)
 
 
-def _predict(log_params: Floats, terms_N5: Floats) -> Floats:
-    bandwidth, rate, context, base, per_row = np.exp(log_params)
-    moved_s = (terms_N5[:, 0] + context * terms_N5[:, 1]) / bandwidth
-    maths_s = (terms_N5[:, 2] + context * terms_N5[:, 3]) / rate
-    return np.asarray(np.maximum(moved_s, maths_s) + base + per_row * terms_N5[:, 4])
+def _predict(log_params_S5: Floats, terms_N5: Floats) -> tuple[Floats, Floats]:
+    """Return per set of log parameters the seconds (S, N) and how their logarithms change (S, N, 5)."""
+    bandwidth, rate, context, base, per_row = np.exp(log_params_S5).T[:, :, None]
+    weight_bytes, kv_bytes, row_flops, attention_flops, rows = terms_N5.T[:, None, :]
+    moved_s = (weight_bytes + context * kv_bytes) / bandwidth
+    maths_s = (row_flops + context * attention_flops) / rate
+    overhead_s = per_row * rows
+    seconds = np.maximum(moved_s, maths_s) + base + overhead_s
+    moves = moved_s >= maths_s
+    by_context = context * np.where(moves, kv_bytes / bandwidth, attention_flops / rate)
+    slopes = [
+        np.where(moves, -moved_s, 0.0),
+        np.where(moves, 0.0, -maths_s),
+        by_context,
+        np.broadcast_to(base, seconds.shape),
+        overhead_s,
+    ]
+    return seconds, np.stack(slopes, axis=-1) / seconds[:, :, None]
 
 
 def _fit_part(samples: Sequence[Sample], shape: PartShape, *, prior: PartFit | None) -> PartFit:
@@ -241,17 +260,10 @@ def _fit_part(samples: Sequence[Sample], shape: PartShape, *, prior: PartFit | N
     low, high = np.log(
         np.asarray([BANDWIDTH_RANGE, RATE_RANGE, CONTEXT_RANGE, OVERHEAD_RANGE, ROW_OVERHEAD_RANGE]).T
     )
-    best: tuple[float, Floats] | None = None
-    for start in _starts(terms, seconds, prior):
-        start = np.clip(start, low, high)
-        params, cost = _levenberg_marquardt(
-            lambda p: np.log(_predict(p, terms) / seconds), start, low=low, high=high
-        )
-        if best is None or cost < best[0]:
-            best = (cost, params)
-    assert best is not None
-    error = np.abs(_predict(best[1], terms) / seconds - 1.0)
-    bandwidth, rate, context, base, per_row = (float(v) for v in np.exp(best[1]))
+    starts = np.clip(_starts(terms, seconds, prior), low, high)
+    found = _levenberg_marquardt(terms, seconds, starts, low, high)
+    error = np.abs(_predict(found[None], terms)[0][0] / seconds - 1.0)
+    bandwidth, rate, context, base, per_row = (float(v) for v in np.exp(found))
     return PartFit(
         bandwidth_bytes_per_s=bandwidth,
         flops_per_s=rate,
@@ -264,7 +276,7 @@ def _fit_part(samples: Sequence[Sample], shape: PartShape, *, prior: PartFit | N
     )
 
 
-def _starts(terms_N5: Floats, seconds_N: Floats, prior: PartFit | None) -> list[Floats]:
+def _starts(terms_N5: Floats, seconds_N: Floats, prior: PartFit | None) -> Floats:
     """Return log parameters to start from: the fastest forward sets the bandwidth, the densest the rate."""
     fastest, densest = float(seconds_N.min()), int(np.argmax(terms_N5[:, 2] / seconds_N))
     moved = float(max(1.0, terms_N5[:, 0].min()))
@@ -275,48 +287,54 @@ def _starts(terms_N5: Floats, seconds_N: Floats, prior: PartFit | None) -> list[
     for share in (0.95, 0.7, 0.4):
         for context in (1.0, 3.0):
             guess = [moved / (share * fastest), rate, context, 0.5 * (1 - share) * fastest, fastest * 1e-3]
-            starts.append(np.log(np.asarray(guess)))
-    return starts
+            starts.append(guess)
+    return np.log(np.asarray(starts))
 
 
 def _levenberg_marquardt(
-    residual: Callable[[Floats], Floats], start: Floats, *, low: Floats, high: Floats
-) -> tuple[Floats, float]:
-    """Minimise the Huber sum of ``residual`` within bounds; return the parameters and the cost."""
+    terms_N5: Floats, seconds_N: Floats, starts_S5: Floats, low: Floats, high: Floats
+) -> Floats:
+    """Return the log parameters with the least Huber sum of log residuals, from all starts at once.
 
-    def weighted(params: Floats) -> tuple[Floats, Floats, float]:
-        r = residual(params)
-        size = np.abs(r)
-        weight = np.where(size <= HUBER_LOG, 1.0, HUBER_LOG / np.maximum(size, HUBER_LOG))
-        loss = np.where(size <= HUBER_LOG, 0.5 * r * r, HUBER_LOG * (size - 0.5 * HUBER_LOG))
-        pull = PRIOR_WEIGHT * HUBER_LOG * (params - start)
-        return r, weight, float(loss.sum() + 0.5 * (pull @ pull))
+    A start has settled when a step gains next to nothing, or when ``MOST_REFUSALS`` shorter and shorter ones
+    in a row gain nothing.
+    """
+    pull = (PRIOR_WEIGHT * HUBER_LOG) ** 2
+    log_seconds = np.log(seconds_N)
 
-    params, damping = start.copy(), 1e-2
-    r, weight, cost = weighted(params)
-    for _ in range(80):
-        jacobian = np.empty((len(r), len(params)))
-        for i in range(len(params)):
-            moved = params.copy()
-            moved[i] += 1e-5
-            jacobian[:, i] = (residual(moved) - r) / 1e-5
-        pull = (PRIOR_WEIGHT * HUBER_LOG) ** 2
-        gradient = jacobian.T @ (weight * r) + pull * (params - start)
-        curvature = (jacobian.T * weight) @ jacobian + pull * np.eye(len(params))
-        for _ in range(8):
-            lifted = curvature + damping * np.diag(np.diag(curvature) + 1e-9)
-            trial = np.clip(params - np.linalg.solve(lifted, gradient), low, high)
-            trial_r, trial_weight, trial_cost = weighted(trial)
-            if trial_cost < cost:
-                break
-            damping *= 4.0
-        else:
-            return params, cost
-        settled = cost - trial_cost < 1e-10 * (1.0 + cost)
-        params, r, weight, cost, damping = trial, trial_r, trial_weight, trial_cost, max(1e-9, damping / 6.0)
-        if settled:
+    def judged(params: Floats, starts: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return per set its cost, the gradient of that, and the Gauss-Newton curvature."""
+        predicted, slopes = _predict(params, terms_N5)
+        residual = np.log(predicted) - log_seconds
+        size, away = np.abs(residual), params - starts
+        clipped = np.minimum(size, HUBER_LOG)
+        cost = (clipped * (size - 0.5 * clipped)).sum(axis=1) + 0.5 * pull * (away * away).sum(axis=1)
+        weighted = slopes * (clipped / np.maximum(size, TINY_LOG))[:, :, None]
+        gradient = (weighted * residual[:, :, None]).sum(axis=1) + pull * away
+        return cost, gradient, weighted.transpose(0, 2, 1) @ slopes + pull * np.eye(5)
+
+    params = starts_S5.copy()
+    cost, gradient, curvature = judged(params, starts_S5)
+    damping, refused = np.full(len(params), 1e-2), np.zeros(len(params), dtype=int)
+    active = np.arange(len(params))
+    for _ in range(MOST_STEPS):
+        lifted = curvature[active].copy()
+        lifted[:, range(5), range(5)] *= 1.0 + damping[active, None]
+        step = np.linalg.solve(lifted, gradient[active, :, None])[:, :, 0]
+        trial = np.clip(params[active] - step, low, high)
+        trial_cost, trial_gradient, trial_curvature = judged(trial, starts_S5[active])
+        gain = cost[active] - trial_cost
+        good = gain > 0
+        taken, kept = active[good], active[~good]
+        params[taken], cost[taken] = trial[good], trial_cost[good]
+        gradient[taken], curvature[taken] = trial_gradient[good], trial_curvature[good]
+        damping[taken], refused[taken] = np.maximum(1e-9, damping[taken] / 6.0), 0
+        damping[kept], refused[kept] = damping[kept] * 4.0, refused[kept] + 1
+        settled = good & (gain < 1e-10 * (1.0 + trial_cost))
+        active = active[~settled & (refused[active] < MOST_REFUSALS)]
+        if not len(active):
             break
-    return params, cost
+    return np.asarray(params[int(np.argmin(cost))])
 
 
 def _fit_other(samples: Sequence[Sample]) -> OtherFit:

@@ -9,6 +9,9 @@ from rollout.ranges import check_settings
 SMALLEST_STORE_BYTES = 75 << 20
 """Ray starts with no smaller object store."""
 
+KV_BYTES_LEAST = 1 << 20
+"""No policy worth serving keeps a sequence in less than a megabyte."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
@@ -58,6 +61,8 @@ class EngineConfig:
     """Token slots of the KV pool; 0: ``max_batch * max_context_tokens``, capped at ``kv_bytes``."""
 
     kv_bytes: int = 4 << 30
+    """Most memory of the KV pool, at least ``KV_BYTES_LEAST``; an engine asks for one full sequence of it."""
+
     prefill_chunk_tokens: int = 512
     """Most prompt rows mixed into one round."""
 
@@ -65,7 +70,14 @@ class EngineConfig:
     """Reuse full prompt pages written by the same policy version."""
 
     def __post_init__(self) -> None:
-        check_settings("engine", self, max_batch=1, max_context_tokens=1, prefill_chunk_tokens=1, kv_bytes=1)
+        check_settings(
+            "engine",
+            self,
+            max_batch=1,
+            max_context_tokens=1,
+            prefill_chunk_tokens=1,
+            kv_bytes=KV_BYTES_LEAST,
+        )
         if not isinstance(self.device, str) or not self.device:
             raise ConfigError(f"engine.device must name a device, got {self.device!r}")
 

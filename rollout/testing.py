@@ -4,6 +4,7 @@ Not fakes: engines, drafters and verifiers run them as they run any policy. They
 distributions they give are neither flat nor one-hot, whatever the family.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,10 +92,12 @@ def tiny_policy(
     tables = tables_of(
         default_inverse_frequencies(head_dim=spec.head_dim, theta=TINY_THETA), positions=spec.max_positions
     )
-    state = {name: value.to(dtype) for name, value in _random_state(spec, seed).items()}
+    # A copy each time: an update may write into what it was given.
+    state = {name: value.to(dtype, copy=True) for name, value in _random_state(spec, seed).items()}
     return TinyPolicy(spec=spec, cos_PH=tables.cos_PH, sin_PH=tables.sin_PH, state=state)
 
 
+@functools.cache
 def _random_state(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Return float64 weights. Gains keep every sublayer's output near the size of the residual stream."""
     generator = torch.Generator().manual_seed(seed)

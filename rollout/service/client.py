@@ -21,10 +21,9 @@ from rollout.seeds import sample_seed
 from rollout.service import cluster
 from rollout.service.actors import NAMESPACE, create_service, plain_error
 from rollout.service.callers import CallerRef
-from rollout.service.door import default_uid, prompt_uid, sampling_params
+from rollout.service.door import prompt_uid, sampling_params
 from rollout.service.factory import HostSpec
 from rollout.service.live import Key
-from rollout.service.naming import uid_of
 from rollout.service.payload import pack
 from rollout.service.records import RoundRecord, ServiceHealth
 from rollout.service.service import RolloutService
@@ -103,8 +102,8 @@ class RolloutClient:
     ) -> list[Completion]:
         """Return ``n`` completions of each prompt, prompt by prompt, with seeds that follow from the run's.
 
-        Without ``prompt_uids`` a prompt is named by its ids; equal prompts of one call get further samples
-        of the same name, never the same noise.
+        Without ``prompt_uids`` a prompt is named by its ids; equal prompts of one call, or of calls that
+        run at once, get further samples of the same name, never the same noise.
         """
         return self.generate(
             self.requests(
@@ -126,28 +125,36 @@ class RolloutClient:
         trainer_step: int = 0,
         prompt_uids: Sequence[str] | None = None,
         deadline_s: float | None = None,
-    ) -> list[Request]:
-        """Return what ``sample`` sends.
+    ) -> list[Request | Mapping[str, Any]]:
+        """Return what ``sample`` sends: requests, or without ``prompt_uids`` items for the service to name.
 
-        A prompt or name that is none goes out as it came, and the service's door refuses it alone. Raises a
-        ``RequestError`` for what concerns them all.
+        Only the service knows which samples of a prompt are alive in other calls. A prompt or name that is
+        none goes out as it came, and the service's door refuses it alone. Raises a ``RequestError`` for what
+        concerns them all.
         """
         chosen = sampling_params(params)
         if whole("n", n) < 1:
             raise RequestError(f"n must be >= 1, got {shown(n)}")
         step = count("trainer_step", trainer_step)
-        names = [None] * len(prompts) if prompt_uids is None else items("prompt_uids", prompt_uids)
+        if prompt_uids is None:
+            shared = {
+                "params": chosen,
+                "trainer_step": step,
+                "run_seed": self.run_seed,
+                "deadline_s": deadline_s,
+            }
+            return [{"prompt_ids": _plain_ids(p), **shared} for p in prompts for _ in range(n)]
+        names = items("prompt_uids", prompt_uids)
         if len(names) != len(prompts):
             raise RequestError(f"prompt_uids has {len(names)} names for {len(prompts)} prompts")
+        send = partial(Request, params=chosen, deadline_s=deadline_s)
         taken: dict[str, int] = {}
-        requests = []
-        for at, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-            send = partial(Request, params=chosen, deadline_s=deadline_s)
+        requests: list[Request | Mapping[str, Any]] = []
+        for name, prompt in zip(names, prompts, strict=True):
             try:
-                ids = token_ids("prompt_ids", prompt)
-                uid = uid_of(ids) if prompt_uids is None else prompt_uid(name)
+                ids, uid = token_ids("prompt_ids", prompt), prompt_uid(name)
             except RequestError:
-                uid = default_uid(at) if prompt_uids is None else cast(str, name)
+                uid = cast(str, name)
                 requests += [
                     send(prompt_uid=uid, sample_index=i, prompt_ids=cast(Any, prompt), seed=0)
                     for i in range(n)
@@ -279,3 +286,11 @@ def _get(reference: Any) -> Any:
         raise plain_error(error) from None
     except RayActorError as error:
         raise ServiceGoneError(_GONE) from error
+
+
+def _plain_ids(prompt: Any) -> Any:
+    """Return a prompt as plain integers, or as it came when it is none."""
+    try:
+        return token_ids("prompt_ids", prompt)
+    except RequestError:
+        return prompt

@@ -23,12 +23,14 @@ FIELDS = (
     "prompt_ids",
     "params",
     "seed",
+    "run_seed",
     "trainer_step",
     "attempt",
     "prefix_ids",
     "deadline_s",
 )
-"""Names an item given as plain data may have. Only ``prompt_ids`` must be there."""
+"""Names an item given as plain data may have. Only ``prompt_ids`` must be there. ``run_seed`` stands in for
+the service's own where a seed is missing."""
 
 
 def check_item(item: object, index: int, *, context_tokens: int, run_seed: int) -> Request:
@@ -112,9 +114,10 @@ def _from_mapping(item: object, index: int, run_seed: int) -> Request:
     uid = prompt_uid(item.get("prompt_uid", default_uid(index)))
     sample = count("sample_index", item.get("sample_index", 0))
     step = count("trainer_step", item.get("trainer_step", 0))
+    run = count("run_seed", item.get("run_seed", run_seed))
     seed = item.get("seed")
     if seed is None:
-        seed = sample_seed(run_seed=run_seed, trainer_step=step, prompt_uid=uid, sample_index=sample)
+        seed = sample_seed(run_seed=run, trainer_step=step, prompt_uid=uid, sample_index=sample)
     return Request(
         prompt_uid=uid,
         sample_index=sample,

@@ -17,8 +17,9 @@ def uid_of(prompt: Sequence[int]) -> str:
 class Namer:
     """Names the unnamed items of one call.
 
-    Equal prompts become further samples of one name. A sample that is alive in another call is passed over,
-    so the same batch asked for again gets the same names, and so the same text, once the first has ended.
+    Equal prompts become further samples of one name. A sample that is alive in another call is passed over:
+    calls that run at once are all served, each with noise of its own. The same batch asked for again gets the
+    same names, and so the same text, once the first has ended.
     """
 
     def __init__(self, alive: Callable[[Key], bool]) -> None:

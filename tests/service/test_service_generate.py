@@ -155,6 +155,22 @@ def test_unnamed_prompts_of_calls_at_once_are_samples_of_their_own_and_repeat_wh
     assert ids_of(slow_host.generate(batch)) == ids_of(alone)
 
 
+def test_calls_at_once_that_sample_one_unnamed_prompt_are_both_served(slow_host):
+    params = {"max_tokens": 40, "ignore_eos": True}
+    answers = [[], []]
+    calls = [
+        threading.Thread(target=lambda a=a: a.extend(slow_host.sample([[4, 5]], params, n=2)))
+        for a in answers
+    ]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join(30)
+    both = [c for answer in answers for c in answer]
+    assert [c.error for c in both] == [None] * 4
+    assert len({c.provenance.seed for c in both}) == 4
+
+
 class Unreadable(dict):
     """An item that raises something of its own when it is looked at."""
 

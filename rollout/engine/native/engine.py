@@ -41,7 +41,7 @@ from rollout.engine.native.view import EngineState, NativeDraftModel, NativePoli
 from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
 from rollout.engine.protocol import LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
-from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
+from rollout.errors import AbortedError, ConfigError, UnsupportedError, WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import WeightStage, checksum
 from rollout.types import Completion, Request
@@ -434,7 +434,13 @@ def _kv_bytes_per_token(decoder: Decoder) -> int:
 
 
 def _pool_pages(config: EngineConfig, decoder: Decoder, context_limit: int) -> int:
+    """Return the pages of the KV pool. Raises ``ConfigError`` when ``kv_bytes`` cannot hold one sequence."""
     if config.kv_tokens:
         return pages_for(config.kv_tokens)
-    wanted = config.max_batch * pages_for(context_limit)
-    return max(1, min(wanted, config.kv_bytes // (_kv_bytes_per_token(decoder) * PAGE_TOKENS)))
+    page_bytes, each = _kv_bytes_per_token(decoder) * PAGE_TOKENS, pages_for(context_limit)
+    if config.kv_bytes < each * page_bytes:
+        raise ConfigError(
+            f"engine.kv_bytes={config.kv_bytes} cannot hold one sequence of {context_limit} tokens of this "
+            f"policy, which takes {each * page_bytes}: raise it, or lower engine.max_context_tokens"
+        )
+    return min(config.max_batch * each, config.kv_bytes // page_bytes)

@@ -17,7 +17,7 @@ from rollout.config import EngineConfig, PolicyConfig
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
 from rollout.jobs.bench import main, told
-from rollout.jobs.compose import compose_job
+from rollout.settings import load_config
 from rollout.testing import char_tokenizer, save_tiny_folder
 
 TORCH = EngineConfig(decoder="torch", dtype="float32", threads=1, max_batch=4, max_context_tokens=128)
@@ -163,7 +163,7 @@ def test_a_workload_that_does_not_exist_is_refused_by_name(workload: str) -> Non
     with pytest.raises(
         ConfigError, match=rf"bench.workload: expected one of 'drain', 'fixed', got '{workload}'"
     ):
-        compose_job("bench", [f"workload={workload}"])
+        load_config({"workload": workload}, BenchConfig, path="bench")
 
 
 @pytest.mark.parametrize(

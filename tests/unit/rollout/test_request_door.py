@@ -1,14 +1,17 @@
 """Every field of a request is checked by type and value before anything else sees it, and kept plain."""
 
 import dataclasses
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout.errors import RequestError, SamplingParamsError, TokenRangeError
+from rollout.seeds import sample_seed
 from rollout.service.client import RolloutClient
 from rollout.service.door import check_item, refused_item
+from rollout.service.naming import Namer
 from rollout.types import Request, SamplingParams
 
 GOOD = Request(prompt_uid="p", sample_index=0, prompt_ids=(5, 6), params=SamplingParams(), seed=3)
@@ -29,6 +32,12 @@ BAD_FIELDS: dict[str, tuple[Any, ...]] = {
 
 def checked(item: object) -> Request:
     return check_item(item, 7, context_tokens=64, run_seed=0)
+
+
+def named(items: Iterable[object], alive: Collection[object] = ()) -> list[Any]:
+    """Return the items of one call with names, beside calls whose samples are ``alive``."""
+    namer = Namer(lambda key: key in alive)
+    return [namer.named(item) for item in items]
 
 
 def as_plain(request: Request) -> dict[str, Any]:
@@ -179,12 +188,28 @@ CLIENT = RolloutClient(None)
     "prompt", ["hello", "567", [5.9, 6.2], None, [10**30], [float("nan")], [-1], 5, np.array([[5]])]
 )
 def test_a_prompt_that_is_none_goes_to_the_door_which_refuses_it_alone(prompt: Any) -> None:
-    sent = CLIENT.requests([[5, 6], prompt, np.array([5, 6])], n=2)
-    assert len({r.key for r in sent}) == 6
-    assert [checked(r).prompt_ids for r in (*sent[:2], *sent[4:])] == [(5, 6)] * 4
-    for request in sent[2:4]:
-        with pytest.raises(TokenRangeError, match="prompt_ids"):
-            checked(request)
+    for names in (None, ["a", "b", "c"]):
+        sent = named(CLIENT.requests([[5, 6], prompt, np.array([5, 6])], n=2, prompt_uids=names))
+        good = [checked(item) for item in (*sent[:2], *sent[4:])]
+        assert [r.prompt_ids for r in good] == [(5, 6)] * 4
+        assert len({r.key for r in good}) == 4
+        for item in sent[2:4]:
+            with pytest.raises(TokenRangeError, match="prompt_ids"):
+                checked(item)
+
+
+def test_unnamed_prompts_of_calls_at_once_are_further_samples_with_noise_of_their_own() -> None:
+    client = RolloutClient(None, run_seed=9)
+    call = client.requests([[5, 6], [7], [5, 6]], n=2, trainer_step=3)
+    first = [checked(item) for item in named(call)]
+    alive = {r.key for r in first}
+    beside = [checked(item) for item in named(call, alive=alive)]
+    assert len({r.key for r in (*first, *beside)}) == 12, "two calls at once are both served"
+    assert len({r.seed for r in (*first, *beside)}) == 12
+    for r in (*first, *beside):
+        told = {"prompt_uid": r.prompt_uid, "sample_index": r.sample_index}
+        assert r.seed == sample_seed(run_seed=9, trainer_step=3, **told)
+    assert [checked(item) for item in named(call)] == first, "asked for again, the same"
 
 
 @pytest.mark.parametrize("name", [["a"], None, 5, "", "\ud800"])

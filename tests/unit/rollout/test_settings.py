@@ -166,7 +166,7 @@ def composed() -> DictConfig:
         *(
             "policy.source=''",
             "engine.device=''",
-            "engine.kv_bytes=0",
+            "engine.kv_bytes=1",
             "service.flush_s=nan",
             "bench.gamma=0",
         ),
