@@ -73,8 +73,11 @@ class Decoder {
     prepare(call);
     auto job = [&](const Member& me) {
       if (call.tokens) embed(call, me);  // ends with the rows ready for every member
-      for (int loop = call.loop_begin; loop < call.loop_end; ++loop)
+      copy_tap(call, me, call.embed_tap);
+      for (int loop = call.loop_begin; loop < call.loop_end; ++loop) {
         for (int layer = 0; layer < model_.layers; ++layer) block(call, me, loop, layer);
+        close_loop(call, me, loop);
+      }
       finish(call, me);
     };
     team_->run(job);
@@ -85,8 +88,11 @@ class Decoder {
   // ---- what must hold before any memory is touched
 
   Status check(const Call& call) const {
-    for (int m = 0; call.tokens && m < call.rows; ++m)
-      if (call.tokens[m] < 0 || call.tokens[m] >= model_.vocab) return kBadToken;
+    if (call.loop_begin < 0 || call.loop_end > model_.loops) return kBadLoop;
+    for (int m = 0; call.row_loop && m < call.rows; ++m)
+      if (call.row_loop[m] < 0 || call.row_loop[m] >= model_.loops) return kBadLoop;
+    for (int m = 0; m < call.rows; ++m)
+      if (starts_at_token(call, m) && (call.tokens[m] < 0 || call.tokens[m] >= model_.vocab)) return kBadToken;
     for (int r = 0; r < call.head_rows; ++r)
       if (call.head_index[r] < 0 || call.head_index[r] >= call.rows) return kBadHeadRow;
     if (call.loop_begin >= call.loop_end) return kOk;
@@ -118,6 +124,7 @@ class Decoder {
     qkv_.reserve(rows, layers_[0].qkv.panels() * panels::kColumns);
     attended_.reserve(rows, attended);
     gated_.reserve(rows, layers_[0].gate_up.panels() / 2 * panels::kColumns);
+    if (layers_[0].attention_out_norm) branch_.reserve(rows, model_.hidden);
     int longest = 0;
     for (int m = 0; m < rows; ++m) longest = call.positions[m] > longest ? call.positions[m] : longest;
     score_stride_ = static_cast<size_t>(longest / kPageTokens + 1) * kPageTokens;
@@ -159,6 +166,15 @@ class Decoder {
     return model_.window > 0 && position >= model_.window ? position - model_.window + 1 : 0;
   }
 
+  static bool starts_at_token(const Call& call, int m) {
+    return call.tokens && (!call.row_loop || call.row_loop[m] == 0);
+  }
+
+  // The KV plane of a row in one layer of a loop.
+  int plane_of(const Call& call, int m, int loop, int layer) const {
+    return (call.row_loop ? call.row_loop[m] : loop) * model_.layers + layer;
+  }
+
   static const int32_t* pages_of(const Call& call, int m) {
     return call.page_table + static_cast<int64_t>(call.table[m]) * call.table_pages;
   }
@@ -170,33 +186,41 @@ class Decoder {
   void embed(const Call& call, const Member& me) const {
     const Range mine = me.share(call.rows);
     for (int m = mine.begin; m < mine.end; ++m) {
+      if (!starts_at_token(call, m)) continue;
       const simd::bf16* from = model_.embedding + static_cast<size_t>(call.tokens[m]) * model_.hidden;
       for (int i = 0; i < model_.hidden; i += simd::kLanes)
         simd::store(hidden(call, m) + i, simd::load_bf16(from + i));
     }
-    copy_tap(call, me, call.embed_tap);
     me.wait();
   }
 
   void block(const Call& call, const Member& me, int loop, int layer) {
     const Layer& w = layers_[layer];
-    const int plane = loop * model_.layers + layer;
     Prepared& own = prepared(me, call.rows);
     norm(call, me, w.input_norm, w.qkv, own);
-    project_and_turn(call, me, w, own, plane);
+    project_and_turn(call, me, w, own, loop, layer);
     me.wait();
-    attend_share(call, me, plane);
+    attend_share(call, me, loop, layer);
     me.wait();
     encode(me, attended_, call.rows, w.o, own, true);
-    add_to_hidden(call, me, w.o, attended_, own);
-    me.wait();
+    add_to_hidden(call, me, w.o, attended_, own, w.attention_out_norm);
     norm(call, me, w.post_norm, w.gate_up, own);
     gate(call, me, w.gate_up, own);
     me.wait();
     encode(me, gated_, call.rows, w.down, own, true);
-    add_to_hidden(call, me, w.down, gated_, own);
-    me.wait();
-    if (call.layer_taps) copy_tap(call, me, call.layer_taps[plane - call.loop_begin * model_.layers]);
+    add_to_hidden(call, me, w.down, gated_, own, w.mlp_out_norm);
+    if (call.layer_taps) copy_tap(call, me, call.layer_taps[(loop - call.loop_begin) * model_.layers + layer]);
+  }
+
+  // Ends with the states of the loop ready for every member.
+  void close_loop(const Call& call, const Member& me, int loop) const {
+    if (model_.recurrent_norm) {
+      const Range mine = me.share(call.rows);
+      for (int m = mine.begin; m < mine.end; ++m)
+        rms_norm(hidden(call, m), model_.final_norm, model_.hidden, model_.eps, hidden(call, m));
+      me.wait();
+    }
+    if (call.loop_taps) copy_tap(call, me, call.loop_taps[loop - call.loop_begin]);
   }
 
   static bool alone(int rows) { return rows <= kAloneRows; }
@@ -230,21 +254,22 @@ class Decoder {
   }
 
   // Queries, keys and values, dealt by whole heads, so that who computed a head also turns it and writes it.
-  void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, int plane) {
+  void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, int loop,
+                        int layer) {
     const int per_head = model_.head_dim / panels::kColumns;
     me.deal(model_.query_heads + 2 * model_.kv_heads, 1, [&](Range heads) {
       apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
             [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
-      turn_and_write(call, w, heads, plane);
+      turn_and_write(call, w, heads, loop, layer);
     });
   }
 
-  void turn_and_write(const Call& call, const Layer& w, const Range& heads, int plane) {
+  void turn_and_write(const Call& call, const Layer& w, const Range& heads, int loop, int layer) {
     const float scale = 1.0f / std::sqrt(static_cast<float>(model_.head_dim));
     const int first_key_head = model_.query_heads, first_value_head = first_key_head + model_.kv_heads;
     const KvPages kv = pages(call);
     for (int m = 0; m < call.rows; ++m) {
-      const int position = call.positions[m];
+      const int position = call.positions[m], plane = plane_of(call, m, loop, layer);
       const int page = pages_of(call, m)[position / kPageTokens], token = position % kPageTokens;
       for (int h = heads.begin; h < heads.end; ++h) {
         float* x = qkv_.row(m) + h * model_.head_dim;
@@ -269,7 +294,7 @@ class Decoder {
 
   KvPages pages(const Call& call) const { return {call.kv, call.kv_pages, model_.kv_heads, model_.head_dim}; }
 
-  void attend_share(const Call& call, const Member& me, int plane) {
+  void attend_share(const Call& call, const Member& me, int loop, int layer) {
     const int heads = model_.query_heads, group = heads / model_.kv_heads;
     const KvPages kv = pages(call);
     float* scores = scores_.get() + me.index * kMaxGroup * score_stride_;
@@ -278,6 +303,7 @@ class Decoder {
       int count = group - head % group;
       count = item + count > cuts_[me.index + 1] ? cuts_[me.index + 1] - item : count;
       const int position = call.positions[m];
+      const int plane = plane_of(call, m, loop, layer);
       const KeyRange range{&kv, pages_of(call, m), plane, head / group, first_key(position), position};
       const size_t at = static_cast<size_t>(head) * model_.head_dim;
       attend(qkv_.row(m) + at, count, range, scores, score_stride_, attended_.row(m) + at);
@@ -285,13 +311,25 @@ class Decoder {
     }
   }
 
-  void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own) {
+  // Adds the linear's output to the residual stream, by way of a norm where there is one. Ends with the stream
+  // ready for every member.
+  void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own,
+                     const float* norm_weight) {
     me.deal(w.panels(), kPanelsDealt, [&](Range mine) {
-      apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [this, &call](int panel, int row, F16 y) {
+      apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [&](int panel, int row, F16 y) {
+        if (norm_weight) return simd::store(branch_.row(row) + panel * panels::kColumns, y);
         float* x = hidden(call, row) + panel * panels::kColumns;
         simd::store(x, simd::add(simd::load(x), y));
       });
     });
+    me.wait();
+    if (!norm_weight) return;
+    const Range mine = me.share(call.rows);
+    for (int m = mine.begin; m < mine.end; ++m) {
+      rms_norm(branch_.row(m), norm_weight, model_.hidden, model_.eps, branch_.row(m));
+      add_row(branch_.row(m), model_.hidden, hidden(call, m));
+    }
+    me.wait();
   }
 
   // Panels come in pairs, gate then up; the gate waits in the pair's output until its up arrives.
@@ -311,19 +349,23 @@ class Decoder {
     std::memcpy(tap + mine.begin * width, hidden(call, mine.begin), (mine.end - mine.begin) * width * sizeof(float));
   }
 
+  // What the head reads of a row.
+  void before_head(const Call& call, int m, float* out) const {
+    if (model_.recurrent_norm) std::memcpy(out, hidden(call, m), model_.hidden * sizeof(float));
+    else rms_norm(hidden(call, m), model_.final_norm, model_.hidden, model_.eps, out);
+  }
+
   void finish(const Call& call, const Member& me) {
     const size_t width = model_.hidden;
     if (call.final_tap) {
       const Range mine = me.share(call.rows);
-      for (int m = mine.begin; m < mine.end; ++m)
-        rms_norm(hidden(call, m), model_.final_norm, model_.hidden, model_.eps, call.final_tap + m * width);
+      for (int m = mine.begin; m < mine.end; ++m) before_head(call, m, call.final_tap + m * width);
     }
     if (call.head_rows == 0) return;
     const Linear& w = model_.head;
     Prepared& own = prepared(me, call.head_rows);
     const Range mine = rows_to_prepare(me, call.head_rows);
-    for (int r = mine.begin; r < mine.end; ++r)
-      rms_norm(hidden(call, call.head_index[r]), model_.final_norm, model_.hidden, model_.eps, own.normed.row(r));
+    for (int r = mine.begin; r < mine.end; ++r) before_head(call, call.head_index[r], own.normed.row(r));
     encode(me, own.normed, call.head_rows, w, own, false);
     if (!alone(call.head_rows)) me.wait();
     const auto write = [&](int panel, int row, F16 y) {
@@ -344,6 +386,7 @@ class Decoder {
   team::Team* team_;
   std::vector<Prepared> prepared_;
   Rows qkv_, attended_, gated_;
+  Rows branch_;  // a linear's output on its way through the norm before the residual add
   Buffer<float> scores_;
   size_t score_stride_ = 0;
   std::vector<int> cuts_;
