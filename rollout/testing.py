@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ouro": "OuroForCausalLM",
 }
 
 _BASE = ModelSpec(
@@ -197,6 +198,10 @@ def tiny_config(spec: ModelSpec) -> "PretrainedConfig":
     }
     if spec.family == "mistral":
         settings["sliding_window"] = spec.sliding_window
+    if spec.family == "ouro":
+        from rollout.policy.ouro_config import OuroConfig
+
+        return OuroConfig(total_ut_steps=spec.loops, **settings)
     return AutoConfig.for_model(spec.family, **settings)
 
 
