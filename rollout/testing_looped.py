@@ -64,7 +64,7 @@ def dense_ouro(
         return torch.cat([a * cos_TH - b * sin_TH, b * cos_TH + a * sin_TH], dim=1)
 
     def heads(x_TK: Tensor) -> list[Tensor]:
-        return list(x_TK.split(spec.head_dim, dim=1))
+        return list(x_TK.view(length, -1, spec.head_dim).unbind(1))
 
     future_TT = torch.ones(length, length).triu(1).bool()
     keys: list[Tensor] = []

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 MODEL_TYPE = "ouro"
 
 
-class OuroConfig(PretrainedConfig):
+class OuroConfig(PretrainedConfig):  # type: ignore[misc]
     """Fields and defaults as published with Ouro-1.4B; others of a file are kept as attributes."""
 
     model_type = MODEL_TYPE
