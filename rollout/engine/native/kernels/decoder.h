@@ -315,15 +315,23 @@ class Decoder {
   // ready for every member.
   void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own,
                      const float* norm_weight) {
+    if (norm_weight) return add_normed(call, me, w, from, own, norm_weight);
     me.deal(w.panels(), kPanelsDealt, [&](Range mine) {
-      apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [&](int panel, int row, F16 y) {
-        if (norm_weight) return simd::store(branch_.row(row) + panel * panels::kColumns, y);
+      apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [this, &call](int panel, int row, F16 y) {
         float* x = hidden(call, row) + panel * panels::kColumns;
         simd::store(x, simd::add(simd::load(x), y));
       });
     });
     me.wait();
-    if (!norm_weight) return;
+  }
+
+  void add_normed(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own,
+                  const float* norm_weight) {
+    me.deal(w.panels(), kPanelsDealt, [&](Range mine) {
+      apply(w, mine.begin, mine.end, input(from, own, w), call.rows,
+            [this](int panel, int row, F16 y) { simd::store(branch_.row(row) + panel * panels::kColumns, y); });
+    });
+    me.wait();
     const Range mine = me.share(call.rows);
     for (int m = mine.begin; m < mine.end; ++m) {
       rms_norm(branch_.row(m), norm_weight, model_.hidden, model_.eps, branch_.row(m));
