@@ -116,6 +116,9 @@ class PolicyView(Protocol):
     compiled: bool
     """Whether the engine runs compiled kernels, which take packed linears."""
 
+    loops: int
+    """How often one pass runs the body; more than 1 for a looped policy."""
+
     def linears(self) -> Iterator[LinearWeight]:
         """Yield every linear of the body, then the head (named "head")."""
         ...

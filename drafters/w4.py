@@ -48,8 +48,11 @@ class W4Drafter:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes one draft pass reads; 0 before the first build."""
-        return self._shared_bytes + sum(linear.weight_bytes for linear in self.linears.values())
+        """Bytes one draft pass reads, a looped body once per loop; 0 before the first build."""
+        loops = 1 if self._view is None else self._view.loops
+        body = sum(linear.weight_bytes for name, linear in self.linears.items() if name != HEAD)
+        head = self.linears[HEAD].weight_bytes if HEAD in self.linears else self._shared_bytes
+        return loops * body + head
 
     def rebuild(self, view: PolicyView) -> None:
         """Round every linear of the live policy into the same buffers. Raises ``DraftError``.

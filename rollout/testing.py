@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.policy.families import default_inverse_frequencies, tables_of
+from rollout.policy.layout import GATE_BIAS, GATE_WEIGHT
 from rollout.policy.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ouro": "OuroForCausalLM",
 }
 
 _BASE = ModelSpec(
@@ -64,7 +66,25 @@ SPECS: dict[str, ModelSpec] = {
     ),
     "mistral": replace(_BASE, family="mistral", sliding_window=24),
 }
-"""By the name tests ask for; ``smollm2`` is a tied Llama with three query heads on one KV head."""
+"""By the name tests ask for; ``smollm2`` is a tied Llama with three query heads on one KV head. Transformers
+computes all of these families as well."""
+
+LOOPED_SPECS: dict[str, ModelSpec] = {
+    "ouro": replace(
+        _BASE,
+        family="ouro",
+        norm_eps=1e-6,
+        loops=4,
+        sandwich_norms=True,
+        recurrent_norm=True,
+        exit_gate=True,
+    ),
+}
+"""Looped families, which transformers does not compute."""
+
+BRANCH_GAIN = 0.1
+"""Gain of the norms before a residual add: a loop moves the state, but not to somewhere else, so a shallow
+loop is often and not always of the deepest one's opinion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +107,26 @@ def tiny_policy(
     layers: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TinyPolicy:
-    """Return a random policy of one of ``SPECS``; same seed, same weights, rounded to ``dtype``."""
-    spec = replace(SPECS[family], vocab_size=vocab, layers=layers)
+    """Return a random policy of ``SPECS`` or ``LOOPED_SPECS``; same seed, same weights, held in ``dtype``."""
+    spec = replace({**SPECS, **LOOPED_SPECS}[family], vocab_size=vocab, layers=layers)
+    return random_policy(spec, seed=seed, dtype=dtype)
+
+
+def tiny_looped_policy(
+    seed: int = 0,
+    vocab: int = 48,
+    *,
+    loops: int = 4,
+    layers: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> TinyPolicy:
+    """Return a random Ouro policy; same seed and layers, same weights whatever the number of loops."""
+    spec = replace(LOOPED_SPECS["ouro"], vocab_size=vocab, layers=layers, loops=loops)
+    return random_policy(spec, seed=seed, dtype=dtype)
+
+
+def random_policy(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> TinyPolicy:
+    """Return a policy of any spec with random weights; same seed, same weights, rounded to ``dtype``."""
     tables = tables_of(
         default_inverse_frequencies(head_dim=spec.head_dim, theta=TINY_THETA), positions=spec.max_positions
     )
@@ -105,8 +143,8 @@ def _random_state(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     def normal(*shape: int, std: float) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * std
 
-    def norm(size: int) -> Tensor:
-        return 1.0 + normal(size, std=0.1)
+    def norm(size: int, gain: float = 1.0) -> Tensor:
+        return gain * (1.0 + normal(size, std=0.1))
 
     hidden, inner = spec.hidden_size, spec.intermediate_size
     widths = {"q": spec.query_heads * spec.head_dim, "k": spec.kv_heads * spec.head_dim}
@@ -126,10 +164,16 @@ def _random_state(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
             state[f"{attention}q_norm.weight"] = norm(spec.head_dim)
             state[f"{attention}k_norm.weight"] = norm(spec.head_dim)
         state[f"{prefix}post_attention_layernorm.weight"] = norm(hidden)
+        if spec.sandwich_norms:
+            state[f"{prefix}input_layernorm_2.weight"] = norm(hidden, BRANCH_GAIN)
+            state[f"{prefix}post_attention_layernorm_2.weight"] = norm(hidden, BRANCH_GAIN)
         state[f"{prefix}mlp.gate_proj.weight"] = normal(inner, hidden, std=1.5 * hidden**-0.5)
         state[f"{prefix}mlp.up_proj.weight"] = normal(inner, hidden, std=1.5 * hidden**-0.5)
         state[f"{prefix}mlp.down_proj.weight"] = normal(hidden, inner, std=1.5 * inner**-0.5)
     state["model.norm.weight"] = norm(hidden)
+    if spec.exit_gate:
+        state[GATE_WEIGHT] = normal(1, hidden, std=hidden**-0.5)
+        state[GATE_BIAS] = normal(1, std=0.3)
     if not spec.tie_embeddings:
         state["lm_head.weight"] = normal(spec.vocab_size, hidden, std=2.0 * hidden**-0.5)
     return state
@@ -157,6 +201,10 @@ def tiny_config(spec: ModelSpec) -> "PretrainedConfig":
     }
     if spec.family == "mistral":
         settings["sliding_window"] = spec.sliding_window
+    if spec.family == "ouro":
+        from rollout.policy.ouro_config import OuroConfig
+
+        return OuroConfig(total_ut_steps=spec.loops, **settings)
     return AutoConfig.for_model(spec.family, **settings)
 
 

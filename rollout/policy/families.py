@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from rollout.errors import UnsupportedError
+from rollout.policy.ouro import ouro_problems, ouro_properties
 from rollout.policy.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "ouro")
 """Values of ``model_type`` that are computed. SmolLM2 is a ``llama``."""
 
 FOREIGN_FEATURES = (
@@ -57,6 +58,8 @@ def load_spec(config: "PretrainedConfig") -> ModelSpec:
     problems = _foreign_settings(config, head_dim)
     window = _sliding_window(config, problems)
     _rope_problems(config, problems)
+    if family == "ouro":
+        problems += ouro_problems(config)
     if problems:
         raise UnsupportedError(f"{family} config: {'; '.join(problems)}")
     attention_bias = bool(getattr(config, "attention_bias", False))
@@ -78,6 +81,7 @@ def load_spec(config: "PretrainedConfig") -> ModelSpec:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=family == "qwen3",
         sliding_window=window,
+        **(ouro_properties(config) if family == "ouro" else {}),
     )
 
 
@@ -110,8 +114,8 @@ def _foreign_settings(config: "PretrainedConfig", head_dim: int) -> list[str]:
 def _sliding_window(config: "PretrainedConfig", problems: list[str]) -> int | None:
     """Return the one window all layers have; layers that differ are a problem."""
     window: int | None = getattr(config, "sliding_window", None)
-    if config.model_type == "llama":
-        # Llama has no window; a stray setting that transformers would ignore is ignored as well.
+    if config.model_type in ("llama", "ouro"):
+        # These have no window; a stray setting that their own code would ignore is ignored as well.
         window = None
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:

@@ -1,9 +1,15 @@
-"""Which Hugging Face tensors make up a policy: its linears as an engine fuses them, and its norms."""
+"""Which Hugging Face tensors make up a policy: its linears as an engine fuses them, its norms, its gate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout.policy.spec import ModelSpec
+
+GATE_WEIGHT = "model.early_exit_gate.weight"
+"""(1, hidden), where the spec has an exit gate."""
+
+GATE_BIAS = "model.early_exit_gate.bias"
+"""(1,)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +65,9 @@ def norm_weights(spec: ModelSpec) -> Iterator[tuple[str, str, int]]:
         prefix = f"model.layers.{layer}."
         yield f"layers.{layer}.input", f"{prefix}input_layernorm.weight", spec.hidden_size
         yield f"layers.{layer}.post", f"{prefix}post_attention_layernorm.weight", spec.hidden_size
+        if spec.sandwich_norms:
+            yield f"layers.{layer}.attention_out", f"{prefix}input_layernorm_2.weight", spec.hidden_size
+            yield f"layers.{layer}.mlp_out", f"{prefix}post_attention_layernorm_2.weight", spec.hidden_size
         if spec.qk_norm:
             yield f"layers.{layer}.q", f"{prefix}self_attn.q_norm.weight", spec.head_dim
             yield f"layers.{layer}.k", f"{prefix}self_attn.k_norm.weight", spec.head_dim

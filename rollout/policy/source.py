@@ -54,11 +54,9 @@ def load_policy(config: PolicyConfig, *, dtype: torch.dtype = torch.bfloat16) ->
     Raises ``ConfigError`` where the source cannot be read and ``UnsupportedError`` where the engine
     cannot compute what it holds.
     """
-    from transformers import AutoConfig
-
     started = time.monotonic()
     folder = resolve(config)
-    hf_config = AutoConfig.from_pretrained(folder)
+    hf_config = read_config(folder)
     spec = load_spec(hf_config)
     spec = replace(spec, eos_ids=_generation_eos(folder) or spec.eos_ids)
     state = _read_state(folder, spec, dtype)
@@ -67,17 +65,18 @@ def load_policy(config: PolicyConfig, *, dtype: torch.dtype = torch.bfloat16) ->
     policy = Policy(
         spec=spec,
         config=hf_config,
-        tokenizer=_read_tokenizer(folder, spec),
+        tokenizer=_read_tokenizer(folder, hf_config, spec),
         state=state,
         eos_ids=spec.eos_ids,
         checksum=checksum(state),
         folder=folder,
     )
     log.info(
-        "policy: %s, %s with %d layers, %s%s, weights %s (%.1f s)",
+        "policy: %s, %s with %d layers%s, %s%s, weights %s (%.1f s)",
         config.source,
         spec.family,
         spec.layers,
+        f" run {spec.loops} times" if spec.loops > 1 else "",
         str(dtype).removeprefix("torch."),
         f", off-grid with seed {config.offgrid_seed}" if config.offgrid else "",
         policy.checksum[:12],
@@ -86,18 +85,33 @@ def load_policy(config: PolicyConfig, *, dtype: torch.dtype = torch.bfloat16) ->
     return policy
 
 
+def read_config(folder: Path) -> "PretrainedConfig":
+    """Return a folder's config, also of families that transformers knows only as remote code."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    settings, _ = PretrainedConfig.get_config_dict(folder)
+    if settings.get("model_type") == "ouro":
+        from rollout.policy.ouro_config import OuroConfig
+
+        return OuroConfig.from_pretrained(folder)
+    return AutoConfig.from_pretrained(folder)
+
+
 def _generation_eos(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     return eos_ids_of(json.loads(path.read_text()).get("eos_token_id")) if path.is_file() else ()
 
 
-def _read_tokenizer(folder: Path, spec: ModelSpec) -> "PreTrainedTokenizerBase | None":
+def _read_tokenizer(
+    folder: Path, config: "PretrainedConfig", spec: ModelSpec
+) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         log.warning("policy: %s has no tokenizer; completions will have no text", folder)
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # With the config, so that no folder makes transformers look for remote code.
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in spec.eos_ids:
         log.warning(
             "policy: the tokenizer's end %r (%d) is not among the ids generation ends at: %s",

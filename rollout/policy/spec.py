@@ -8,7 +8,7 @@ class ModelSpec:
     """One dense decoder of the Llama family, or one looped block of it."""
 
     family: str
-    """``llama``, ``qwen2``, ``qwen3`` or ``mistral``."""
+    """``llama``, ``qwen2``, ``qwen3``, ``mistral`` or ``ouro``."""
 
     vocab_size: int
     hidden_size: int
@@ -32,6 +32,17 @@ class ModelSpec:
 
     loops: int = 1
     """Passes of the shared block; 1 for an ordinary decoder."""
+
+    sandwich_norms: bool = False
+    """A second norm on what attention and the MLP return, before it joins the residual stream (Ouro)."""
+
+    recurrent_norm: bool = False
+    """The final norm closes every loop: its output is what the next loop, the gate and the head read (Ouro).
+    False: it stands before the head alone."""
+
+    exit_gate: bool = False
+    """A linear of one output and a bias on the state after each loop (Ouro). It is reported, never obeyed:
+    every token runs all loops."""
 
     @property
     def planes(self) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.errors import WeightUpdateError
-from rollout.policy.layout import fused_linears, norm_weights
+from rollout.policy.layout import GATE_BIAS, GATE_WEIGHT, fused_linears, norm_weights
 from rollout.policy.manifest import TensorSpec, UpdateManifest, malformed, version_number
 from rollout.policy.spec import ModelSpec
 
@@ -37,6 +37,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
                 shapes[f"{module}.bias"] = (size,)
     for _, name, size in norm_weights(spec):
         shapes[name] = (size,)
+    if spec.exit_gate:
+        shapes |= {GATE_WEIGHT: (1, spec.hidden_size), GATE_BIAS: (1,)}
     if not spec.tie_embeddings:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes

@@ -71,7 +71,13 @@ class TableDecoder:
             raise UnsupportedError("a table has no weights to load")
 
     def forward(
-        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        taps: Sequence[str] = (),
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
     ) -> ForwardResult:
         """Write the rows' ids to their slots, then look every head row up by what precedes it."""
         assert isinstance(kv, TablePages), "a table reads ids, not keys"
@@ -84,7 +90,13 @@ class TableDecoder:
             self._row(tuple(kv.ids[_slot(pages[m], at)] for at in range(positions[m] + 1))) for m in heads
         ]
         empty_RV = torch.empty(0, self.spec.vocab_size, dtype=torch.float64)
-        return ForwardResult(logits_RV=torch.stack(rows) if rows else empty_RV)
+        return ForwardResult(
+            logits_RV=torch.stack(rows) if rows else empty_RV, hidden_MD=torch.empty(batch.rows, 0)
+        )
+
+    def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        """Refuse: a table has no hidden states."""
+        raise UnsupportedError("a table has no hidden states")
 
     def _row(self, context: tuple[int, ...]) -> Tensor:
         if context not in self._known:
@@ -100,6 +112,10 @@ class TableDecoder:
         raise UnsupportedError("a table has no hidden states")
 
     def head(self, hidden_RD: Tensor) -> Tensor:
+        """Refuse: a table has no hidden states."""
+        raise UnsupportedError("a table has no hidden states")
+
+    def exit_gate(self, hidden_MD: Tensor) -> Tensor:
         """Refuse: a table has no hidden states."""
         raise UnsupportedError("a table has no hidden states")
 

@@ -62,7 +62,7 @@ def _plain(policy: TinyPolicy, compiled: bool, requests: list[Request]) -> dict[
 
 
 @pytest.mark.parametrize("compiled", KINDS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro"])
 def test_batch_mates_do_not_change_a_text(family: str, compiled: bool) -> None:
     policy = tiny_policy(family=family)
     requests = _requests(policy)
@@ -85,6 +85,18 @@ def test_every_drafter_and_gamma_gives_the_text_of_plain_decoding(
     requests = _requests(policy)
     engine = _engine(policy, compiled)
     done = run_engine(engine, requests, fixed_plan(name, gamma))
+    assert texts(done) == _plain(policy, compiled, requests)
+    assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0 or name == "history"
+
+
+@pytest.mark.parametrize("compiled", KINDS)
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_a_looped_policy_gives_the_text_of_plain_decoding_with_every_drafter(
+    name: str, compiled: bool
+) -> None:
+    policy = tiny_policy(family="ouro")
+    requests = _requests(policy)
+    done = run_engine(_engine(policy, compiled), requests, fixed_plan(name, 3))
     assert texts(done) == _plain(policy, compiled, requests)
     assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0 or name == "history"
 

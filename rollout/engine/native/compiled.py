@@ -22,7 +22,9 @@ from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.kernels import abi
+from rollout.engine.native.loops import check_states, checked_loops, tap_place
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
+from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
 
 
@@ -169,20 +171,35 @@ class CompiledDecoder:
         return other
 
     def forward(
-        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        taps: Sequence[str] = (),
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
     ) -> ForwardResult:
-        """Embed, run the block, write KV, return logits of the head rows."""
-        loops = range(self.spec.loops) if loops is None else loops
+        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
+        loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
         call = self._call(batch, kv, loops)
-        call.tokens = batch.token_ids_M.data_ptr()
-        hidden_MD = self._scratch.hidden(batch.rows, self.spec.hidden_size)
-        call.hidden = hidden_MD.data_ptr()
-        logits_RV = self._scratch.logits(batch.head_rows_R.shape[0], self.spec.vocab_size)
-        call.head_rows, call.logits = logits_RV.shape[0], logits_RV.data_ptr()
-        call.head_index = batch.head_rows_R.data_ptr()
+        if hidden_MD is None:
+            call.tokens = batch.token_ids_M.data_ptr()
+            out_MD = self._scratch.hidden(batch.rows, self.spec.hidden_size)
+        else:
+            out_MD = _own_copy(hidden_MD)
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
-        self._run(call)
-        return ForwardResult(logits_RV=logits_RV, taps=tapped)
+        return ForwardResult(logits_RV=self._run_to_head(call, batch, out_MD), hidden_MD=out_MD, taps=tapped)
+
+    def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        """Take every row one loop further, each on the planes of its own loop, in one pass of the block."""
+        check_states(self.spec, hidden_MD, rows=batch.rows)
+        _check_index(loop_M)
+        if loop_M.shape[0] != batch.rows:
+            raise ValueError(f"loop_M names loops of {loop_M.shape[0]} rows, the batch has {batch.rows}")
+        call = self._call(batch, kv, range(1))
+        call.tokens, call.row_loop = batch.token_ids_M.data_ptr(), loop_M.data_ptr()
+        out_MD = _own_copy(hidden_MD)
+        return ForwardResult(logits_RV=self._run_to_head(call, batch, out_MD), hidden_MD=out_MD)
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
         """Return the input hidden states (M, hidden)."""
@@ -194,19 +211,19 @@ class CompiledDecoder:
         return hidden_MD
 
     def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
-        """Run all layers once on KV planes of ``loop`` and return the residual stream; the input is kept."""
-        self._check_hidden(hidden_MD, rows=batch.rows)
-        out_MD = hidden_MD.clone(memory_format=torch.contiguous_format)
+        """Run all layers once on KV planes of ``loop`` and return the states after it; the input is kept."""
+        check_states(self.spec, hidden_MD, rows=batch.rows)
+        out_MD = _own_copy(hidden_MD)
         call = self._call(batch, kv, range(loop, loop + 1))
         call.hidden = out_MD.data_ptr()
         self._run(call)
         return out_MD
 
     def head(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits (R, vocab) of hidden states, final norm included."""
+        """Return logits (R, vocab) of states after any loop; a final norm they still lack is included."""
         rows = hidden_RD.shape[0]
-        self._check_hidden(hidden_RD, rows=rows)
-        hidden_RD = hidden_RD.contiguous()
+        check_states(self.spec, hidden_RD, rows=rows)
+        hidden_RD = hidden_RD.to(torch.float32).contiguous()
         index_R = torch.arange(rows, dtype=torch.int32)
         logits_RV = torch.empty(rows, self.spec.vocab_size)
         call = abi.CallStruct(rows=rows, head_rows=rows, hidden=hidden_RD.data_ptr())
@@ -214,11 +231,26 @@ class CompiledDecoder:
         self._run(call)
         return logits_RV
 
+    def exit_gate(self, hidden_MD: Tensor) -> Tensor:
+        """Return the exit gate's values (M,), float32."""
+        weight_1D, bias = self._weights.gate_1D, self._weights.gate_bias
+        if weight_1D is None or bias is None:
+            raise UnsupportedError(f"a {self.spec.family} policy has no exit gate")
+        check_states(self.spec, hidden_MD, rows=hidden_MD.shape[0])
+        return (hidden_MD.to(torch.float32) * weight_1D).sum(-1) + bias
+
+    def _run_to_head(self, call: abi.CallStruct, batch: RowBatch, hidden_MD: Tensor) -> Tensor:
+        """Run a call over ``hidden_MD``, in place, and return the logits of the batch's head rows."""
+        logits_RV = self._scratch.logits(batch.head_rows_R.shape[0], self.spec.vocab_size)
+        call.hidden = hidden_MD.data_ptr()
+        call.head_rows, call.logits = logits_RV.shape[0], logits_RV.data_ptr()
+        call.head_index = batch.head_rows_R.data_ptr()
+        self._run(call)
+        return logits_RV
+
     def _call(self, batch: RowBatch, kv: KVStorage, loops: range) -> abi.CallStruct:
         if not isinstance(kv, CompiledKV) or kv.data.shape[0] != self.spec.planes:
             raise ValueError("KV memory must come from new_storage of a decoder of this policy")
-        if loops.step != 1 or loops.start < 0 or loops.stop > self.spec.loops:
-            raise ValueError(f"loops must be a plain range within {self.spec.loops}, got {loops}")
         for index in (batch.token_ids_M, batch.positions_M, batch.table_M):
             _check_index(index)
         _check_index(batch.page_table_SP)
@@ -242,23 +274,20 @@ class CompiledDecoder:
     def _add_taps(
         self, call: abi.CallStruct, names: Sequence[str], loops: range, rows: int
     ) -> dict[str, Tensor]:
-        taps = {name: torch.empty(rows, self.spec.hidden_size) for name in names}
         layers = self.spec.layers
-        pointers = (ctypes.c_void_p * max(1, len(loops) * layers))()
-        copies: dict[str, str] = {}
-        by_place: dict[int, str] = {}
-        for name, tap_MD in taps.items():
-            if name in ("embed", "final"):
-                setattr(call, f"{name}_tap", tap_MD.data_ptr())
-                continue
-            loop, layer = _tap_place(name, loops, layers)
-            place = (loop - loops.start) * layers + layer
-            if place in by_place:  # two names of one place: the last loop's layer
-                copies[name] = by_place[place]
-            by_place.setdefault(place, name)
-            pointers[place] = taps[by_place[place]].data_ptr()
-        call.layer_taps = pointers
-        return {name: taps[copies.get(name, name)] for name in names}
+        places = {name: tap_place(name, loops, layers) for name in names}
+        # A place may have two names, "layer.1" and that layer of the last loop: one buffer.
+        taps = {place: torch.empty(rows, self.spec.hidden_size) for place in places.values()}
+        call.layer_taps = (ctypes.c_void_p * (len(loops) * layers))()
+        call.loop_taps = (ctypes.c_void_p * len(loops))()
+        for place, tap_MD in taps.items():
+            if place.loop is None:
+                setattr(call, "final_tap" if place.final else "embed_tap", tap_MD.data_ptr())
+            elif place.layer is None:
+                call.loop_taps[place.loop - loops.start] = tap_MD.data_ptr()
+            else:
+                call.layer_taps[(place.loop - loops.start) * layers + place.layer] = tap_MD.data_ptr()
+        return {name: taps[place] for name, place in places.items()}
 
     def _run(self, call: abi.CallStruct) -> None:
         if not self._weights.loaded:
@@ -269,10 +298,6 @@ class CompiledDecoder:
         if status:
             raise RuntimeError(abi.STATUS[status])
 
-    def _check_hidden(self, hidden_MD: Tensor, *, rows: int) -> None:
-        if hidden_MD.shape != (rows, self.spec.hidden_size) or hidden_MD.dtype != torch.float32:
-            raise ValueError(f"hidden states must be float32 ({rows}, {self.spec.hidden_size})")
-
     def _model_struct(self) -> tuple[abi.ModelStruct, object]:
         """Return the model by address, and the array it points into."""
         spec, weights = self.spec, self._weights
@@ -282,8 +307,10 @@ class CompiledDecoder:
                 **{part: self._linear(f"layers.{index}.{part}") for part in ("qkv", "o", "gate_up", "down")},
                 input_norm=norms.input_norm.data_ptr(),
                 post_norm=norms.post_norm.data_ptr(),
-                query_norm=None if norms.query_norm is None else norms.query_norm.data_ptr(),
-                key_norm=None if norms.key_norm is None else norms.key_norm.data_ptr(),
+                query_norm=_address(norms.query_norm),
+                key_norm=_address(norms.key_norm),
+                attention_out_norm=_address(norms.attention_out_norm),
+                mlp_out_norm=_address(norms.mlp_out_norm),
             )
         model = abi.ModelStruct(
             vocab=spec.vocab_size,
@@ -294,6 +321,8 @@ class CompiledDecoder:
             head_dim=spec.head_dim,
             max_positions=self._cos_PH.shape[0],
             window=spec.sliding_window or 0,
+            loops=spec.loops,
+            recurrent_norm=spec.recurrent_norm,
             eps=spec.norm_eps,
             embedding=weights.embedding_VD.data_ptr(),
             cosine=self._cos_PH.data_ptr(),
@@ -306,7 +335,6 @@ class CompiledDecoder:
 
     def _linear(self, name: str) -> abi.LinearStruct:
         own = self._weights.linears[name]
-        bias = None if own.bias is None else own.bias.data_ptr()
         quantized = self._quantized.get(name)
         if quantized is None:
             data, bits, scale = own.panels, 16, None
@@ -317,8 +345,8 @@ class CompiledDecoder:
             n=own.out_features,
             k=own.in_features,
             data=data.data_ptr(),
-            scale=None if scale is None else scale.data_ptr(),
-            bias=bias,
+            scale=_address(scale),
+            bias=_address(own.bias),
         )
 
 
@@ -335,6 +363,15 @@ def _check(spec: ModelSpec, cos_PH: Tensor, sin_PH: Tensor, threads: int) -> Non
         raise ValueError("rotary tables differ in length")
 
 
+def _own_copy(hidden_MD: Tensor) -> Tensor:
+    """Return states the kernels may write to: a copy, since the given ones may be a decoder's own buffer."""
+    return hidden_MD.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _check_index(index: Tensor) -> None:
     if index.dtype != torch.int32 or not index.is_contiguous():
         raise ValueError("indices of a batch must be contiguous int32")
@@ -348,15 +385,3 @@ def _checked(linear: QuantizedLinear, own: PackedLinear) -> _Quantized:
     if linear.bits == 8 and linear.scales is None:
         raise ValueError(f"{linear.name} has 8 bits but no scales")
     return linear
-
-
-def _tap_place(name: str, loops: range, layers: int) -> tuple[int, int]:
-    """Return (loop, layer) of ``layer.L`` or ``loop.T.layer.L``. Raises ``ValueError``."""
-    parts = name.split(".")
-    if len(parts) == 2 and parts[0] == "layer":
-        parts = ["loop", str(loops.stop - 1), *parts]
-    if len(parts) == 4 and parts[0] == "loop" and parts[2] == "layer":
-        loop, layer = int(parts[1]), int(parts[3])
-        if loop in loops and 0 <= layer < layers:
-            return loop, layer
-    raise ValueError(f"there is no tap {name!r}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rollout.policy.layout import GATE_BIAS, GATE_WEIGHT
 from rollout.policy.spec import ModelSpec
 
 PANEL = 16
@@ -66,6 +67,8 @@ class LayerWeights:
     post_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
+    attention_out_norm: Tensor | None
+    mlp_out_norm: Tensor | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,6 +86,10 @@ class Weights:
     linears: dict[str, PackedLinear] = field(init=False)
     embedding_VD: Tensor = field(init=False)
     final_norm_D: Tensor = field(init=False)
+    gate_1D: Tensor | None = field(init=False)
+    """The exit gate. It is reported only, so it stands outside the panels."""
+
+    gate_bias: Tensor | None = field(init=False)
     layers: list[LayerWeights] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,13 +113,16 @@ class Weights:
             )
         self.embedding_VD = torch.zeros(spec.vocab_size, spec.hidden_size, dtype=torch.bfloat16)
         self.final_norm_D = torch.zeros(spec.hidden_size)
-        head_norm = spec.head_dim if spec.qk_norm else None
+        self.gate_1D = torch.zeros(1, spec.hidden_size) if spec.exit_gate else None
+        self.gate_bias = torch.zeros(1) if spec.exit_gate else None
         self.layers = [
             LayerWeights(
                 input_norm=torch.zeros(spec.hidden_size),
                 post_norm=torch.zeros(spec.hidden_size),
-                query_norm=None if head_norm is None else torch.zeros(head_norm),
-                key_norm=None if head_norm is None else torch.zeros(head_norm),
+                query_norm=torch.zeros(spec.head_dim) if spec.qk_norm else None,
+                key_norm=torch.zeros(spec.head_dim) if spec.qk_norm else None,
+                attention_out_norm=torch.zeros(spec.hidden_size) if spec.sandwich_norms else None,
+                mlp_out_norm=torch.zeros(spec.hidden_size) if spec.sandwich_norms else None,
             )
             for _ in range(spec.layers)
         ]
@@ -138,16 +148,26 @@ class Weights:
         for index, layer in enumerate(self.layers):
             yield from self._layer_writes(index, layer)
         yield _Write(name="model.norm.weight", shape=(spec.hidden_size,), put=_into(self.final_norm_D))
+        for name, tensor in ((GATE_WEIGHT, self.gate_1D), (GATE_BIAS, self.gate_bias)):
+            if tensor is not None:
+                yield _Write(name=name, shape=tuple(tensor.shape), put=_into(tensor))
         head = "model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
         yield self._pack(head, "head", rows=spec.vocab_size)
 
     def _layer_writes(self, index: int, layer: LayerWeights) -> Iterator[_Write]:
         spec = self.spec
         prefix, name = f"model.layers.{index}", f"layers.{index}"
-        norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm}
-        norms |= {} if layer.query_norm is None else {"self_attn.q_norm": layer.query_norm}
-        norms |= {} if layer.key_norm is None else {"self_attn.k_norm": layer.key_norm}
+        norms = {
+            "input_layernorm": layer.input_norm,
+            "post_attention_layernorm": layer.post_norm,
+            "self_attn.q_norm": layer.query_norm,
+            "self_attn.k_norm": layer.key_norm,
+            "input_layernorm_2": layer.attention_out_norm,
+            "post_attention_layernorm_2": layer.mlp_out_norm,
+        }
         for norm, tensor in norms.items():
+            if tensor is None:
+                continue
             yield _Write(name=f"{prefix}.{norm}.weight", shape=tuple(tensor.shape), put=_into(tensor))
         query, key = spec.query_heads * spec.head_dim, spec.kv_heads * spec.head_dim
         first = 0

@@ -33,9 +33,13 @@ class ForwardResult:
     logits_RV: Tensor
     """float32 (float64 in a float64 decoder), one row per head row."""
 
+    hidden_MD: Tensor
+    """States after the last loop run: what the next loop, the head and the exit gate read."""
+
     taps: Mapping[str, Tensor] = field(default_factory=dict)
     """Hidden states (M, hidden) by name: ``"layer.3"`` is the residual stream after layer 3 of the last
-    loop run, ``"loop.1.layer.3"`` names the loop, ``"embed"`` the input, ``"final"`` after the last norm."""
+    loop run, ``"loop.1.layer.3"`` names the loop, ``"loop.1"`` is the state after that loop, ``"embed"`` the
+    input, ``"final"`` after the last norm."""
 
 
 class Decoder(Protocol):
@@ -55,9 +59,30 @@ class Decoder(Protocol):
         ...
 
     def forward(
-        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        taps: Sequence[str] = (),
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
     ) -> ForwardResult:
-        """Embed, run the block ``loops`` times (all by default), write KV, return logits of the head rows."""
+        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows.
+
+        Loops from 0 on start at the embeddings of the rows' tokens. Loops from later on start at
+        ``hidden_MD``, the states after the loop before (kept as it is), and do not read the tokens. The head
+        reads the state after the last loop run, whichever that is. Raises ``ValueError`` for loops the
+        policy does not have, and for states that are missing, unwanted or mis-shaped.
+        """
+        ...
+
+    def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        """Take every row one loop further, each on the planes of its own ``loop_M`` (int32), in one pass.
+
+        A row of loop 0 starts at its token's embedding and its row of ``hidden_MD`` is not read; any other
+        starts at its state after the loop before. The bits are those of one ``forward`` per depth. Rows of
+        one position may stand at several depths. Raises ``ValueError`` as ``forward`` does.
+        """
         ...
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
@@ -65,11 +90,18 @@ class Decoder(Protocol):
         ...
 
     def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
-        """Run all layers once on KV planes of ``loop`` and return the residual stream (M, hidden)."""
+        """Run all layers once on KV planes of ``loop`` and return the states after it (M, hidden)."""
         ...
 
     def head(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits (R, vocab) of hidden states, final norm included."""
+        """Return logits (R, vocab) of states after any loop; a final norm they still lack is included."""
+        ...
+
+    def exit_gate(self, hidden_MD: Tensor) -> Tensor:
+        """Return the exit gate's values (M,), before the sigmoid, on states after a loop.
+
+        Raises ``UnsupportedError`` for a policy that has no gate.
+        """
         ...
 
     def linears(self) -> Iterator[LinearWeight]:

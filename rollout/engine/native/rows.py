@@ -5,6 +5,7 @@ Shapes: M rows, S sequences with a page table, P pages of the longest table, R r
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 PAGE_TOKENS = 16
@@ -34,3 +35,14 @@ class RowBatch:
     def rows(self) -> int:
         """M."""
         return self.token_ids_M.shape[0]
+
+
+def rows_of(batch: RowBatch, rows_K: Tensor) -> RowBatch:
+    """Return the batch of these rows alone, in this order, without head rows."""
+    return RowBatch(
+        token_ids_M=batch.token_ids_M[rows_K],
+        positions_M=batch.positions_M[rows_K],
+        table_M=batch.table_M[rows_K],
+        page_table_SP=batch.page_table_SP,
+        head_rows_R=torch.empty(0, dtype=torch.int32),
+    )

@@ -21,7 +21,16 @@ from torch import Tensor
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native import prepacked
 from rollout.engine.native.decoder import ForwardResult, KVStorage
-from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.loops import (
+    EMBED,
+    FINAL,
+    TapPlace,
+    check_loop_rows,
+    check_states,
+    checked_loops,
+    tap_place,
+)
+from rollout.engine.native.rows import RowBatch, rows_of
 from rollout.engine.native.torch_attention import (
     AttentionPlan,
     TorchKV,
@@ -30,6 +39,7 @@ from rollout.engine.native.torch_attention import (
     plan_attention,
 )
 from rollout.engine.native.torch_weights import TorchWeights
+from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -124,26 +134,54 @@ class TorchDecoder:
 
     @torch.no_grad()
     def forward(
-        self, batch: RowBatch, kv: KVStorage, *, taps: Sequence[str] = (), loops: range | None = None
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        taps: Sequence[str] = (),
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
     ) -> ForwardResult:
-        """Embed, run the block ``loops`` times (all by default), write KV, return logits of the head rows."""
-        loops = range(self.spec.loops) if loops is None else loops
-        wanted = self._check_taps(taps, loops)
+        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
+        loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
+        places = {name: tap_place(name, loops, self.spec.layers) for name in taps}
         plan = self._plan(batch)
-        kept: dict[str, Tensor] = {}
-        hidden_MD = self.embed(batch.token_ids_M)
-        if "embed" in wanted:
-            kept["embed"] = hidden_MD.clone()
+        seen: dict[TapPlace, Tensor] = {}
+
+        def see(place: TapPlace, state_MD: Tensor) -> None:
+            if place in places.values():
+                seen[place] = state_MD.clone()
+
+        hidden_MD = self.embed(batch.token_ids_M) if hidden_MD is None else hidden_MD.to(self.dtype)
+        see(EMBED, hidden_MD)
         for loop in loops:
             for layer in range(self.spec.layers):
                 hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=layer)
-                for name in (f"loop.{loop}.layer.{layer}", f"layer.{layer}"):
-                    if name in wanted and (name.startswith("loop") or loop == loops[-1]):
-                        kept[name] = hidden_MD.clone()
-        if "final" in wanted:
-            kept["final"] = torch.cat([self._final_norm(x_MD) for x_MD in self._parts(hidden_MD)])
+                see(TapPlace(loop=loop, layer=layer), hidden_MD)
+            hidden_MD = self._close_loop(hidden_MD)
+            see(TapPlace(loop=loop), hidden_MD)
+        if FINAL in places.values():
+            see(FINAL, self._before_head(hidden_MD))
         logits_RV = self.head(hidden_MD[batch.head_rows_R.long().to(self.device)])
-        return ForwardResult(logits_RV=logits_RV, taps=kept)
+        kept = {name: seen[place] for name, place in places.items()}
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD, taps=kept)
+
+    @torch.no_grad()
+    def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        """Take every row one loop further, each on the planes of its own loop.
+
+        Rows of different loops read and write different planes, so a pass per depth is the same thing.
+        """
+        check_loop_rows(self.spec, loop_M, rows=batch.rows)
+        check_states(self.spec, hidden_MD, rows=batch.rows)
+        out_MD = torch.empty_like(hidden_MD, dtype=self.dtype)
+        for loop in sorted(set(loop_M.tolist())):
+            rows_K = (loop_M == loop).nonzero()[:, 0]
+            part = rows_of(batch, rows_K)
+            states = self.embed(part.token_ids_M) if loop == 0 else hidden_MD[rows_K].to(self.dtype)
+            out_MD[rows_K] = self.block(states, part, kv, loop=loop)
+        logits_RV = self.head(out_MD[batch.head_rows_R.long().to(self.device)])
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=out_MD)
 
     @torch.no_grad()
     def embed(self, token_ids_M: Tensor) -> Tensor:
@@ -152,32 +190,29 @@ class TorchDecoder:
 
     @torch.no_grad()
     def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
-        """Run all layers once on KV planes of ``loop`` and return the residual stream (M, hidden)."""
+        """Run all layers once on KV planes of ``loop`` and return the states after it (M, hidden)."""
         if loop not in range(self.spec.loops):
             raise ValueError(f"loop {loop} is outside 0..{self.spec.loops - 1}")
         plan = self._plan(batch)
         for layer in range(self.spec.layers):
             hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=layer)
-        return hidden_MD
+        return self._close_loop(hidden_MD)
 
     @torch.no_grad()
     def head(self, hidden_RD: Tensor) -> Tensor:
-        """Return logits (R, vocab) of hidden states, final norm included; float32, or float64 in float64."""
+        """Return logits (R, vocab) of states after any loop; float32, or float64 in float64."""
         if hidden_RD.shape[0] == 0:
             return hidden_RD.new_empty((0, self.spec.vocab_size), dtype=self._accurate)
-        parts = [self._linear("head", self._final_norm(x_RD)) for x_RD in self._parts(hidden_RD)]
+        parts = [self._linear("head", x_RD) for x_RD in self._parts(self._before_head(hidden_RD))]
         return torch.cat(parts).to(self._accurate)
 
-    def _check_taps(self, taps: Sequence[str], loops: range) -> set[str]:
-        layers = range(self.spec.layers)
-        known = {"embed", "final", *(f"layer.{i}" for i in layers)}
-        known |= {f"loop.{t}.layer.{i}" for t in loops for i in layers}
-        unknown = sorted(set(taps) - known)
-        if unknown:
-            raise ValueError(f"no such taps in this forward: {', '.join(unknown)}")
-        if not loops or not set(loops) <= set(range(self.spec.loops)):
-            raise ValueError(f"{loops} does not lie in 0..{self.spec.loops - 1}")
-        return set(taps)
+    @torch.no_grad()
+    def exit_gate(self, hidden_MD: Tensor) -> Tensor:
+        """Return the exit gate's values (M,); float32, or float64 in float64."""
+        if self.weights.gate_D is None or self.weights.gate_bias is None:
+            raise UnsupportedError(f"a {self.spec.family} policy has no exit gate")
+        weighted_MD = hidden_MD.to(self._accurate) * self.weights.gate_D.to(self._accurate)
+        return weighted_MD.sum(-1) + self.weights.gate_bias.to(self._accurate)
 
     def _plan(self, batch: RowBatch) -> AttentionPlan:
         return plan_attention(
@@ -236,10 +271,23 @@ class TorchDecoder:
         return grouped, self._rotate(key_MNH, positions_M), value_MNH
 
     def _after_attention(self, layer: int, x_MD: Tensor, attended_MK: Tensor) -> Tensor:
-        x_MD = x_MD + self._linear(f"layers.{layer}.o", attended_MK)
+        branch_MD = self._linear(f"layers.{layer}.o", attended_MK)
+        x_MD = x_MD + self._branch_norm(branch_MD, f"layers.{layer}.attention_out")
         normed_MD = self._norm(x_MD, self.weights.norms[f"layers.{layer}.post"])
         gate_MI, up_MI = self._linear(f"layers.{layer}.gate_up", normed_MD).chunk(2, dim=-1)
-        return x_MD + self._linear(f"layers.{layer}.down", F.silu(gate_MI) * up_MI)
+        branch_MD = self._linear(f"layers.{layer}.down", F.silu(gate_MI) * up_MI)
+        return x_MD + self._branch_norm(branch_MD, f"layers.{layer}.mlp_out")
+
+    def _branch_norm(self, branch_MD: Tensor, name: str) -> Tensor:
+        if not self.spec.sandwich_norms:
+            return branch_MD
+        return self._norm(branch_MD, self.weights.norms[name])
+
+    def _close_loop(self, hidden_MD: Tensor) -> Tensor:
+        return self._final_norm(hidden_MD) if self.spec.recurrent_norm else hidden_MD
+
+    def _before_head(self, hidden_MD: Tensor) -> Tensor:
+        return hidden_MD if self.spec.recurrent_norm else self._final_norm(hidden_MD)
 
     def _linear(self, name: str, x_MK: Tensor) -> Tensor:
         if name in self._replaced:
@@ -251,8 +299,9 @@ class TorchDecoder:
         bias_N = self.weights.biases.get(name)
         return y_MN if bias_N is None else y_MN + bias_N
 
-    def _final_norm(self, x_MD: Tensor) -> Tensor:
-        return self._norm(x_MD, self.weights.norms["final"])
+    def _final_norm(self, hidden_MD: Tensor) -> Tensor:
+        normed = [self._norm(x_MD, self.weights.norms["final"]) for x_MD in self._parts(hidden_MD)]
+        return torch.cat(normed) if normed else hidden_MD
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         accurate = x.to(self._accurate)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollout.policy.layout import fused_linears, norm_weights
+from rollout.policy.layout import GATE_BIAS, GATE_WEIGHT, fused_linears, norm_weights
 from rollout.policy.spec import ModelSpec
 
 
@@ -31,6 +31,8 @@ class TorchWeights:
             self.embedding_VD if spec.tie_embeddings else zeros(spec.vocab_size, spec.hidden_size)
         )
         self.norms = {name: zeros(size) for name, _, size in norm_weights(spec)}
+        self.gate_D = zeros(spec.hidden_size) if spec.exit_gate else None
+        self.gate_bias = zeros(1) if spec.exit_gate else None
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy a checked state dict, by Hugging Face names, into the buffers."""
@@ -43,6 +45,9 @@ class TorchWeights:
                 self._stack(self.biases[fused.name], [state[f"{m}.bias"] for m in fused.modules])
         for name, source, _ in norm_weights(self._spec):
             self.norms[name].copy_(state[source])
+        if self.gate_D is not None and self.gate_bias is not None:
+            self.gate_D.copy_(state[GATE_WEIGHT][0])
+            self.gate_bias.copy_(state[GATE_BIAS])
 
     @staticmethod
     def _stack(buffer: Tensor, parts: list[Tensor]) -> None:

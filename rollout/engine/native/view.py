@@ -44,6 +44,7 @@ class NativePolicyView:
         self.policy_version = policy_version
         self.vocab_size = state.decoder.spec.vocab_size
         self.compiled = state.decoder.compiled
+        self.loops = state.decoder.spec.loops
 
     def linears(self) -> Iterator[LinearWeight]:
         """Yield every linear of the body, then the head."""

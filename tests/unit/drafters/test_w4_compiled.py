@@ -42,6 +42,7 @@ class DecoderView:
         self.decoder = decoder
         self.policy_version = policy_version
         self.compiled = decoder.compiled
+        self.loops = decoder.spec.loops
 
     def linears(self) -> Iterator[LinearWeight]:
         return self.decoder.linears()

@@ -56,6 +56,7 @@ class SmallPolicy:
     """A ``PolicyView`` with float32 weights of a given seed."""
 
     vocab_size = VOCAB
+    loops = 1
 
     def __init__(self, *, version: int, seed: int = 0, hidden: int = HIDDEN, compiled: bool = False) -> None:
         self.policy_version = version
@@ -207,6 +208,10 @@ def test_a_head_of_16_bits_stays_the_policys_own_and_its_bytes_still_count() -> 
     body = sum(q.weight_bytes for q in sixteen.linears.values())
     assert sixteen.weight_bytes == body + 2 * VOCAB * HIDDEN
     assert eight.weight_bytes == body + eight.linears["head"].weight_bytes
+    looped = SmallPolicy(version=0)
+    looped.loops = 3
+    thrice = built(looped, w4_kernel="compiled", w4_head_bits=8)
+    assert thrice.weight_bytes == 3 * body + eight.linears["head"].weight_bytes
 
 
 def test_auto_takes_the_compiled_kernel_where_the_engine_is_compiled() -> None:

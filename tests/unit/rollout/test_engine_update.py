@@ -16,10 +16,11 @@ from rollout.engine.native.engine import NativeEngine
 from rollout.errors import WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import manifest
-from rollout.testing import TinyPolicy, tiny_policy
+from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import ar_plan, fixed_plan, requests_for, run_engine, texts, tiny_engine
 from rollout.types import Completion, SamplingParams
 
+LOOPS = 4
 PARAMS = (SamplingParams(max_tokens=16, ignore_eos=True),)
 
 
@@ -75,6 +76,21 @@ def test_a_faulty_update_is_refused_whole_and_the_old_version_serves_on(fault: s
     assert (engine.policy_version, engine.fingerprint) == (0, fingerprint)
     assert texts(run_engine(engine, requests, fixed_plan("w4", 3))) == before
     assert _push(engine, tiny_policy(seed=1), 1) == 1
+
+
+def test_an_update_of_a_looped_policy_is_as_if_it_had_been_loaded() -> None:
+    old, new = tiny_looped_policy(seed=0), tiny_looped_policy(seed=1)
+    requests = requests_for(vocab=48, prompts=3, params=PARAMS)
+    engine, fresh = _engine(old), _engine(new)
+    before = texts(run_engine(engine, requests, fixed_plan("w4", 3)))
+    assert _push(engine, new, 1) == 1
+    after = texts(run_engine(engine, requests, fixed_plan("w4", 3)))
+    assert after == texts(run_engine(fresh, requests, ar_plan)) != before
+    shapes = engine.part_shapes()
+    spec = old.spec
+    assert shapes["policy"].weight_bytes == 2 * (LOOPS * spec.body_linear_params + spec.head_params)
+    assert shapes["policy"].kv_bytes_per_token == 4 * LOOPS * spec.layers * spec.kv_heads * spec.head_dim
+    assert shapes["w4"].weight_bytes > LOOPS * spec.body_linear_params / 2
 
 
 def _broken_stream(policy: TinyPolicy) -> Iterator[tuple[str, torch.Tensor]]:

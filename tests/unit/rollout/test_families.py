@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rollout.errors import UnsupportedError
 from rollout.policy.families import load_spec, rope_tables
-from rollout.testing import SPECS, TINY_POSITIONS, tiny_config, tiny_policy
+from rollout.testing import LOOPED_SPECS, SPECS, TINY_POSITIONS, tiny_config, tiny_policy
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -27,9 +27,10 @@ def config_of(family: str = "llama", **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**config, **changes})
 
 
-@pytest.mark.parametrize("family", sorted(SPECS))
+@pytest.mark.parametrize("family", sorted({**SPECS, **LOOPED_SPECS}))
 def test_a_spec_survives_the_round_trip_through_a_transformers_config(family: str) -> None:
-    assert load_spec(tiny_config(SPECS[family])) == SPECS[family]
+    spec = {**SPECS, **LOOPED_SPECS}[family]
+    assert load_spec(tiny_config(spec)) == spec
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,15 @@ namespace forward {
 struct Layer {
   Linear qkv, o, gate_up, down;
   const float *input_norm, *post_norm;
-  const float *query_norm, *key_norm;  // per head, or null
+  const float *query_norm, *key_norm;         // per head, or null
+  const float *attention_out_norm, *mlp_out_norm;  // before the residual add, or null
 };
 
 struct Model {
   int32_t vocab, hidden, layers, query_heads, kv_heads, head_dim, max_positions;
   int32_t window;  // keys a row reads at most; 0: all
+  int32_t loops;
+  int32_t recurrent_norm;  // 1: the final norm closes every loop, and the head reads its output
   float eps;
   const simd::bf16* embedding;  // (vocab, hidden)
   const float *cosine, *sine;   // (max_positions, head_dim / 2)
@@ -27,16 +30,18 @@ struct Model {
 struct Call {
   int32_t rows, head_rows, tables, table_pages;
   int32_t loop_begin, loop_end;  // empty: no block
-  const int32_t* tokens;         // null: `hidden` is the input
+  const int32_t* row_loop;       // null, or each row's own loop, in a call of one
+  const int32_t* tokens;         // null: `hidden` is the input; with row_loop it is, but for rows of loop 0
   const int32_t *positions, *table, *page_table, *head_index;
   simd::bf16* kv;
   int64_t kv_pages;
   float* hidden;       // (M, hidden), in and out
   float* logits;       // (R, head.n)
   float** layer_taps;  // per (loop - loop_begin) * layers + layer a buffer or null; or null
+  float** loop_taps;   // per loop - loop_begin a buffer or null; or null
   float *embed_tap, *final_tap;
 };
 
-enum Status : int32_t { kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked };
+enum Status : int32_t { kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked, kBadLoop };
 
 }  // namespace forward

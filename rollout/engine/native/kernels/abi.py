@@ -16,11 +16,12 @@ STATUS = {
     4: "a head row lies outside the batch",
     5: "out of memory",
     6: "the process was forked after the decoder was made: its threads stayed behind",
+    7: "a loop lies outside those of the policy",
 }
 """What a status other than 0 means; ``Status`` in ``abi.h``."""
 
 
-CALLER_STATUS = frozenset({1, 2, 3, 4})
+CALLER_STATUS = frozenset({1, 2, 3, 4, 7})
 """Those that a wrong batch causes."""
 
 
@@ -49,6 +50,8 @@ class LayerStruct(ctypes.Structure):
         ("post_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("attention_out_norm", c_void_p),
+        ("mlp_out_norm", c_void_p),
     ]
 
 
@@ -64,6 +67,8 @@ class ModelStruct(ctypes.Structure):
         ("head_dim", c_int32),
         ("max_positions", c_int32),
         ("window", c_int32),
+        ("loops", c_int32),
+        ("recurrent_norm", c_int32),
         ("eps", c_float),
         ("embedding", c_void_p),
         ("cosine", c_void_p),
@@ -84,6 +89,7 @@ class CallStruct(ctypes.Structure):
         ("table_pages", c_int32),
         ("loop_begin", c_int32),
         ("loop_end", c_int32),
+        ("row_loop", c_void_p),
         ("tokens", c_void_p),
         ("positions", c_void_p),
         ("table", c_void_p),
@@ -94,6 +100,7 @@ class CallStruct(ctypes.Structure):
         ("hidden", c_void_p),
         ("logits", c_void_p),
         ("layer_taps", POINTER(c_void_p)),
+        ("loop_taps", POINTER(c_void_p)),
         ("embed_tap", c_void_p),
         ("final_tap", c_void_p),
     ]

@@ -1,4 +1,4 @@
-// Root mean square norm of one row, and the gated unit of the MLP.
+// Root mean square norm of one row, adding a row to another, and the gated unit of the MLP.
 #pragma once
 #include <cmath>
 
@@ -19,6 +19,11 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, floa
   const F16 factor = simd::splat(1.0f / std::sqrt(simd::sum(squares) / static_cast<float>(n) + eps));
   for (int i = 0; i < n; i += simd::kLanes)
     simd::store(out + i, simd::mul(simd::mul(simd::load(x + i), factor), simd::load(weight + i)));
+}
+
+// out += x; n is a multiple of 16.
+inline void add_row(const float* x, int n, float* out) {
+  for (int i = 0; i < n; i += simd::kLanes) simd::store(out + i, simd::add(simd::load(out + i), simd::load(x + i)));
 }
 
 // gate / (1 + e^-gate) * up

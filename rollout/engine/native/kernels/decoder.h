@@ -1,0 +1,403 @@
+// One forward over ragged rows, in one parallel region. The order of its phases is run() below.
+//
+// A phase is split by rows, by panels of output columns or by attention heads; phases that read what another
+// member wrote are a barrier apart. No split changes a result: each output is computed whole by one member.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "abi.h"
+#include "attention.h"
+#include "buffer.h"
+#include "norm.h"
+#include "rope.h"
+#include "team.h"
+
+namespace forward {
+
+using team::Member;
+using team::Range;
+
+// Attention of one head costs about this many keys' worth beside its keys.
+constexpr int kHeadOverheadKeys = 16;
+
+// Up to so many rows every member prepares the whole input of a linear for itself: cheaper than a barrier.
+constexpr int kAloneRows = 4;
+
+// What a member takes of a linear at a time: a multiple of the panels that few rows need side by side, and far
+// more work than the claim itself.
+constexpr int kPanelsDealt = 4;
+constexpr int kHeadPanelsDealt = 32;
+
+struct Rows {
+  Buffer<float> floats;
+  size_t stride = 0;
+
+  void reserve(int rows, int width) {
+    stride = static_cast<size_t>(width);
+    floats.reserve(rows * stride);
+  }
+  float* row(int m) const { return floats.get() + m * stride; }
+};
+
+struct Codes {
+  Buffer<int8_t> q;
+  Buffer<float> scale, scaled_sum;
+
+  void reserve(int rows, int width) {
+    const size_t count = static_cast<size_t>(rows);
+    q.reserve(count * int4::padded(width));
+    scale.reserve(count * int4::blocks(width));
+    scaled_sum.reserve(count * int4::blocks(width));
+  }
+};
+
+// What a linear reads: a norm's output, and the 8-bit form of whatever comes next. Members share the first one
+// or, when rows are few, have one each.
+struct Prepared {
+  Rows normed;
+  Codes codes;
+};
+
+class Decoder {
+ public:
+  Decoder(const Model& model, team::Team* team)
+      : model_(model), layers_(model.layer, model.layer + model.layers), team_(team), prepared_(team->size()) {
+    model_.layer = layers_.data();
+  }
+
+  Status run(const Call& call) {
+    if (!team_->usable()) return kForked;
+    const Status status = check(call);
+    if (status != kOk || call.rows == 0) return status;
+    prepare(call);
+    auto job = [&](const Member& me) {
+      if (call.tokens) embed(call, me);  // ends with the rows ready for every member
+      copy_tap(call, me, call.embed_tap);
+      for (int loop = call.loop_begin; loop < call.loop_end; ++loop) {
+        for (int layer = 0; layer < model_.layers; ++layer) block(call, me, loop, layer);
+        close_loop(call, me, loop);
+      }
+      finish(call, me);
+    };
+    team_->run(job);
+    return kOk;
+  }
+
+ private:
+  // ---- what must hold before any memory is touched
+
+  Status check(const Call& call) const {
+    if (call.loop_begin < 0 || call.loop_end > model_.loops) return kBadLoop;
+    for (int m = 0; call.row_loop && m < call.rows; ++m)
+      if (call.row_loop[m] < 0 || call.row_loop[m] >= model_.loops) return kBadLoop;
+    for (int m = 0; m < call.rows; ++m)
+      if (starts_at_token(call, m) && (call.tokens[m] < 0 || call.tokens[m] >= model_.vocab)) return kBadToken;
+    for (int r = 0; r < call.head_rows; ++r)
+      if (call.head_index[r] < 0 || call.head_index[r] >= call.rows) return kBadHeadRow;
+    if (call.loop_begin >= call.loop_end) return kOk;
+    for (int m = 0; m < call.rows; ++m) {
+      const int position = call.positions[m];
+      if (position < 0 || position >= model_.max_positions) return kBadPosition;
+      if (call.table[m] < 0 || call.table[m] >= call.tables) return kBadPage;
+      if (position / kPageTokens >= call.table_pages) return kBadPage;
+      for (int p = first_key(position) / kPageTokens; p <= position / kPageTokens; ++p) {
+        const int page = pages_of(call, m)[p];
+        if (page < 0 || page >= call.kv_pages) return kBadPage;
+      }
+    }
+    return kOk;
+  }
+
+  // ---- buffers and the split of attention, before the region
+
+  void prepare(const Call& call) {
+    const int rows = call.rows > call.head_rows ? call.rows : call.head_rows;
+    const int attended = model_.query_heads * model_.head_dim;
+    const int width = widest();
+    for (int i = 0; i < team_->size(); ++i) {
+      const int prepared = i == 0 || rows < kAloneRows ? rows : kAloneRows;
+      prepared_[i].normed.reserve(prepared, model_.hidden);
+      prepared_[i].codes.reserve(prepared, width);
+    }
+    if (call.loop_begin >= call.loop_end) return;
+    qkv_.reserve(rows, layers_[0].qkv.panels() * panels::kColumns);
+    attended_.reserve(rows, attended);
+    gated_.reserve(rows, layers_[0].gate_up.panels() / 2 * panels::kColumns);
+    if (layers_[0].attention_out_norm) branch_.reserve(rows, model_.hidden);
+    int longest = 0;
+    for (int m = 0; m < rows; ++m) longest = call.positions[m] > longest ? call.positions[m] : longest;
+    score_stride_ = static_cast<size_t>(longest / kPageTokens + 1) * kPageTokens;
+    scores_.reserve(score_stride_ * kMaxGroup * team_->size());
+    split_attention(call);
+  }
+
+  int widest() const {
+    const Layer& l = layers_[0];
+    int k = model_.hidden;
+    for (const Linear* w : {&l.qkv, &l.o, &l.gate_up, &l.down}) k = w->k > k ? w->k : k;
+    return k;
+  }
+
+  // cuts_[t]..cuts_[t+1] are the (row, query head) pairs of member t: contiguous, of near equal cost.
+  void split_attention(const Call& call) {
+    const int members = team_->size(), heads = model_.query_heads;
+    int64_t total = 0;
+    for (int m = 0; m < call.rows; ++m) total += cost(call.positions[m]);
+    cuts_.assign(members + 1, call.rows * heads);
+    cuts_[0] = 0;
+    int64_t done = 0;
+    int next = 1;
+    for (int m = 0; m < call.rows && next < members; ++m) {
+      const int64_t each = cost(call.positions[m]);
+      while (next < members && (done + each) * heads * members >= total * heads * next) {
+        const int64_t missing = total * heads * next / members - done * heads;
+        int inside = static_cast<int>((missing + each / 2) / each);
+        inside = inside < 0 ? 0 : inside > heads ? heads : inside;
+        cuts_[next++] = m * heads + inside;
+      }
+      done += each;
+    }
+  }
+
+  int64_t cost(int position) const { return position - first_key(position) + 1 + kHeadOverheadKeys; }
+
+  int first_key(int position) const {
+    return model_.window > 0 && position >= model_.window ? position - model_.window + 1 : 0;
+  }
+
+  static bool starts_at_token(const Call& call, int m) {
+    return call.tokens && (!call.row_loop || call.row_loop[m] == 0);
+  }
+
+  // The KV plane of a row in one layer of a loop.
+  int plane_of(const Call& call, int m, int loop, int layer) const {
+    return (call.row_loop ? call.row_loop[m] : loop) * model_.layers + layer;
+  }
+
+  static const int32_t* pages_of(const Call& call, int m) {
+    return call.page_table + static_cast<int64_t>(call.table[m]) * call.table_pages;
+  }
+
+  // ---- phases; each is run by every member
+
+  float* hidden(const Call& call, int m) const { return call.hidden + static_cast<size_t>(m) * model_.hidden; }
+
+  void embed(const Call& call, const Member& me) const {
+    const Range mine = me.share(call.rows);
+    for (int m = mine.begin; m < mine.end; ++m) {
+      if (!starts_at_token(call, m)) continue;
+      const simd::bf16* from = model_.embedding + static_cast<size_t>(call.tokens[m]) * model_.hidden;
+      for (int i = 0; i < model_.hidden; i += simd::kLanes)
+        simd::store(hidden(call, m) + i, simd::load_bf16(from + i));
+    }
+    me.wait();
+  }
+
+  void block(const Call& call, const Member& me, int loop, int layer) {
+    const Layer& w = layers_[layer];
+    Prepared& own = prepared(me, call.rows);
+    norm(call, me, w.input_norm, w.qkv, own);
+    project_and_turn(call, me, w, own, loop, layer);
+    me.wait();
+    attend_share(call, me, loop, layer);
+    me.wait();
+    encode(me, attended_, call.rows, w.o, own, true);
+    add_to_hidden(call, me, w.o, attended_, own, w.attention_out_norm);
+    norm(call, me, w.post_norm, w.gate_up, own);
+    gate(call, me, w.gate_up, own);
+    me.wait();
+    encode(me, gated_, call.rows, w.down, own, true);
+    add_to_hidden(call, me, w.down, gated_, own, w.mlp_out_norm);
+    if (call.layer_taps) copy_tap(call, me, call.layer_taps[(loop - call.loop_begin) * model_.layers + layer]);
+  }
+
+  // Ends with the states of the loop ready for every member.
+  void close_loop(const Call& call, const Member& me, int loop) const {
+    if (model_.recurrent_norm) {
+      const Range mine = me.share(call.rows);
+      for (int m = mine.begin; m < mine.end; ++m)
+        rms_norm(hidden(call, m), model_.final_norm, model_.hidden, model_.eps, hidden(call, m));
+      me.wait();
+    }
+    if (call.loop_taps) copy_tap(call, me, call.loop_taps[loop - call.loop_begin]);
+  }
+
+  static bool alone(int rows) { return rows <= kAloneRows; }
+  Prepared& prepared(const Member& me, int rows) { return prepared_[alone(rows) ? me.index : 0]; }
+  static Range rows_to_prepare(const Member& me, int rows) { return alone(rows) ? Range{0, rows} : me.share(rows); }
+
+  // Ends with `own` ready for every member that shares it.
+  void norm(const Call& call, const Member& me, const float* weight, const Linear& next, Prepared& own) {
+    const Range mine = rows_to_prepare(me, call.rows);
+    for (int m = mine.begin; m < mine.end; ++m)
+      rms_norm(hidden(call, m), weight, model_.hidden, model_.eps, own.normed.row(m));
+    encode(me, own.normed, call.rows, next, own, false);
+    if (!alone(call.rows)) me.wait();
+  }
+
+  // Rounds rows to 8 bits if `next` wants that; with `ready`, for every member that shares `own`.
+  void encode(const Member& me, const Rows& from, int rows, const Linear& next, Prepared& own, bool ready) {
+    if (!next.quantized()) return;
+    const Range mine = rows_to_prepare(me, rows);
+    const size_t width = int4::padded(next.k), blocks = int4::blocks(next.k);
+    const Codes& codes = own.codes;
+    for (int m = mine.begin; m < mine.end; ++m)
+      int4::quantize_row(from.row(m), next.k, codes.q.get() + m * width, codes.scale.get() + m * blocks,
+                         codes.scaled_sum.get() + m * blocks);
+    if (ready && !alone(rows)) me.wait();
+  }
+
+  static Input input(const Rows& rows, const Prepared& own, const Linear& w) {
+    const Codes& codes = own.codes;
+    return {{rows.row(0), rows.stride}, {codes.q.get(), codes.scale.get(), codes.scaled_sum.get(), w.k}};
+  }
+
+  // Queries, keys and values, dealt by whole heads, so that who computed a head also turns it and writes it.
+  void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, int loop,
+                        int layer) {
+    const int per_head = model_.head_dim / panels::kColumns;
+    me.deal(model_.query_heads + 2 * model_.kv_heads, 1, [&](Range heads) {
+      apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
+            [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
+      turn_and_write(call, w, heads, loop, layer);
+    });
+  }
+
+  void turn_and_write(const Call& call, const Layer& w, const Range& heads, int loop, int layer) {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(model_.head_dim));
+    const int first_key_head = model_.query_heads, first_value_head = first_key_head + model_.kv_heads;
+    const KvPages kv = pages(call);
+    for (int m = 0; m < call.rows; ++m) {
+      const int position = call.positions[m], plane = plane_of(call, m, loop, layer);
+      const int page = pages_of(call, m)[position / kPageTokens], token = position % kPageTokens;
+      for (int h = heads.begin; h < heads.end; ++h) {
+        float* x = qkv_.row(m) + h * model_.head_dim;
+        if (h < first_key_head) {
+          turn(x, w.query_norm, position, scale);
+        } else if (h < first_value_head) {
+          turn(x, w.key_norm, position, 1.0f);
+          kv.write_key(plane, page, h - first_key_head, token, x);
+        } else {
+          kv.write_value(plane, page, h - first_value_head, token, x);
+        }
+      }
+    }
+  }
+
+  void turn(float* x, const float* norm_weight, int position, float scale) const {
+    const int dim = model_.head_dim, half = dim / 2;
+    if (norm_weight) rms_norm(x, norm_weight, dim, model_.eps, x);
+    const size_t at = static_cast<size_t>(position) * half;
+    rotate(x, model_.cosine + at, model_.sine + at, half, scale);
+  }
+
+  KvPages pages(const Call& call) const { return {call.kv, call.kv_pages, model_.kv_heads, model_.head_dim}; }
+
+  void attend_share(const Call& call, const Member& me, int loop, int layer) {
+    const int heads = model_.query_heads, group = heads / model_.kv_heads;
+    const KvPages kv = pages(call);
+    float* scores = scores_.get() + me.index * kMaxGroup * score_stride_;
+    for (int item = cuts_[me.index]; item < cuts_[me.index + 1];) {
+      const int m = item / heads, head = item % heads;
+      int count = group - head % group;
+      count = item + count > cuts_[me.index + 1] ? cuts_[me.index + 1] - item : count;
+      const int position = call.positions[m];
+      const int plane = plane_of(call, m, loop, layer);
+      const KeyRange range{&kv, pages_of(call, m), plane, head / group, first_key(position), position};
+      const size_t at = static_cast<size_t>(head) * model_.head_dim;
+      attend(qkv_.row(m) + at, count, range, scores, score_stride_, attended_.row(m) + at);
+      item += count;
+    }
+  }
+
+  // Adds the linear's output to the residual stream, by way of a norm where there is one. Ends with the stream
+  // ready for every member.
+  void add_to_hidden(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own,
+                     const float* norm_weight) {
+    if (norm_weight) return add_normed(call, me, w, from, own, norm_weight);
+    me.deal(w.panels(), kPanelsDealt, [&](Range mine) {
+      apply(w, mine.begin, mine.end, input(from, own, w), call.rows, [this, &call](int panel, int row, F16 y) {
+        float* x = hidden(call, row) + panel * panels::kColumns;
+        simd::store(x, simd::add(simd::load(x), y));
+      });
+    });
+    me.wait();
+  }
+
+  void add_normed(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own,
+                  const float* norm_weight) {
+    me.deal(w.panels(), kPanelsDealt, [&](Range mine) {
+      apply(w, mine.begin, mine.end, input(from, own, w), call.rows,
+            [this](int panel, int row, F16 y) { simd::store(branch_.row(row) + panel * panels::kColumns, y); });
+    });
+    me.wait();
+    const Range mine = me.share(call.rows);
+    for (int m = mine.begin; m < mine.end; ++m) {
+      rms_norm(branch_.row(m), norm_weight, model_.hidden, model_.eps, branch_.row(m));
+      add_row(branch_.row(m), model_.hidden, hidden(call, m));
+    }
+    me.wait();
+  }
+
+  // Panels come in pairs, gate then up; the gate waits in the pair's output until its up arrives.
+  void gate(const Call& call, const Member& me, const Linear& w, const Prepared& own) {
+    me.deal(w.panels() / 2, kPanelsDealt / 2, [&](Range mine) {
+      apply(w, 2 * mine.begin, 2 * mine.end, input(own.normed, own, w), call.rows, [this](int panel, int row, F16 y) {
+        float* out = gated_.row(row) + panel / 2 * panels::kColumns;
+        simd::store(out, panel % 2 == 0 ? y : gated(simd::load(out), y));
+      });
+    });
+  }
+
+  void copy_tap(const Call& call, const Member& me, float* tap) const {
+    if (!tap) return;
+    const Range mine = me.share(call.rows);
+    const size_t width = model_.hidden;
+    std::memcpy(tap + mine.begin * width, hidden(call, mine.begin), (mine.end - mine.begin) * width * sizeof(float));
+  }
+
+  // What the head reads of a row.
+  void before_head(const Call& call, int m, float* out) const {
+    if (model_.recurrent_norm) std::memcpy(out, hidden(call, m), model_.hidden * sizeof(float));
+    else rms_norm(hidden(call, m), model_.final_norm, model_.hidden, model_.eps, out);
+  }
+
+  void finish(const Call& call, const Member& me) {
+    const size_t width = model_.hidden;
+    if (call.final_tap) {
+      const Range mine = me.share(call.rows);
+      for (int m = mine.begin; m < mine.end; ++m) before_head(call, m, call.final_tap + m * width);
+    }
+    if (call.head_rows == 0) return;
+    const Linear& w = model_.head;
+    Prepared& own = prepared(me, call.head_rows);
+    const Range mine = rows_to_prepare(me, call.head_rows);
+    for (int r = mine.begin; r < mine.end; ++r) before_head(call, call.head_index[r], own.normed.row(r));
+    encode(me, own.normed, call.head_rows, w, own, false);
+    if (!alone(call.head_rows)) me.wait();
+    const auto write = [&](int panel, int row, F16 y) {
+      const int column = panel * panels::kColumns;
+      float* out = call.logits + static_cast<size_t>(row) * w.n + column;
+      if (column + panels::kColumns <= w.n) return simd::store(out, y);
+      float lanes[simd::kLanes];
+      simd::store(lanes, y);
+      std::memcpy(out, lanes, (w.n - column) * sizeof(float));
+    };
+    me.deal(w.panels(), kHeadPanelsDealt, [&](Range columns) {
+      apply(w, columns.begin, columns.end, input(own.normed, own, w), call.head_rows, write);
+    });
+  }
+
+  Model model_;
+  std::vector<Layer> layers_;
+  team::Team* team_;
+  std::vector<Prepared> prepared_;
+  Rows qkv_, attended_, gated_;
+  Rows branch_;  // a linear's output on its way through the norm before the residual add
+  Buffer<float> scores_;
+  size_t score_stride_ = 0;
+  std::vector<int> cuts_;
+};
+
+}  // namespace forward

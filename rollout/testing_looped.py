@@ -1,0 +1,111 @@
+"""A looped policy's forward written out plainly: dense, unpaged, float64, one sequence at a time.
+
+It shares no code with the decoders. What they compute is tested against it.
+
+Shapes: T tokens, D hidden, V vocabulary, N query heads, H head dimension, P planes, J KV heads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.policy.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseRun:
+    """One sequence through all loops, everything kept."""
+
+    states: tuple[Tensor, ...]
+    """After each loop, (T, D), normalised: what the head, the gate and the next loop read."""
+
+    logits: tuple[Tensor, ...]
+    """Of the head after each loop, (T, V)."""
+
+    gates: tuple[Tensor, ...]
+    """The exit gate after each loop, (T,), before the sigmoid."""
+
+    keys_PTJH: Tensor
+    """Rotated, by plane ``loop * layers + layer``."""
+
+    values_PTJH: Tensor
+
+
+def dense_ouro(
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    tokens: Sequence[int],
+    *,
+    theta: float,
+    kv_dtype: torch.dtype = torch.float64,
+) -> DenseRun:
+    """Run ``tokens`` from position 0; keys and values are rounded to ``kv_dtype`` before they are read."""
+    weights = {name: tensor.double() for name, tensor in state.items()}
+    length = len(tokens)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        mean_square = (x * x).mean(dim=-1, keepdim=True)
+        return x / torch.sqrt(mean_square + spec.norm_eps) * weights[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T
+
+    # Angles are float32 by definition of the model, whatever else is computed in.
+    frequencies_H = theta ** (-torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    angles_TH = torch.arange(length, dtype=torch.float32)[:, None] * frequencies_H
+    cos_TH, sin_TH = angles_TH.cos().double(), angles_TH.sin().double()
+
+    def turned(x_TH: Tensor) -> Tensor:
+        """Rotate dimension h with dimension h + H / 2."""
+        half = spec.head_dim // 2
+        a, b = x_TH[:, :half], x_TH[:, half:]
+        return torch.cat([a * cos_TH - b * sin_TH, b * cos_TH + a * sin_TH], dim=1)
+
+    def heads(x_TK: Tensor) -> list[Tensor]:
+        return list(x_TK.view(length, -1, spec.head_dim).unbind(1))
+
+    future_TT = torch.ones(length, length).triu(1).bool()
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def attention(x_TD: Tensor, name: str) -> Tensor:
+        query = [turned(q_TH) for q_TH in heads(linear(x_TD, f"{name}.q_proj"))]
+        key = [turned(k_TH).to(kv_dtype).double() for k_TH in heads(linear(x_TD, f"{name}.k_proj"))]
+        value = [v_TH.to(kv_dtype).double() for v_TH in heads(linear(x_TD, f"{name}.v_proj"))]
+        keys.append(torch.stack(key, dim=1))
+        values.append(torch.stack(value, dim=1))
+        group, out = spec.query_heads // spec.kv_heads, []
+        for n, query_TH in enumerate(query):
+            scores_TT = query_TH @ key[n // group].T / spec.head_dim**0.5
+            weights_TT = scores_TT.masked_fill(future_TT, float("-inf")).softmax(dim=1)
+            out.append(weights_TT @ value[n // group])
+        return linear(torch.cat(out, dim=1), f"{name}.o_proj")
+
+    def mlp(x_TD: Tensor, name: str) -> Tensor:
+        gate_TI = linear(x_TD, f"{name}.gate_proj")
+        return linear(gate_TI * gate_TI.sigmoid() * linear(x_TD, f"{name}.up_proj"), f"{name}.down_proj")
+
+    states, logits, gates = [], [], []
+    head = "model.embed_tokens" if spec.tie_embeddings else "lm_head"
+    x_TD = weights["model.embed_tokens.weight"][list(tokens)]
+    for _ in range(spec.loops):
+        for layer in range(spec.layers):
+            name = f"model.layers.{layer}"
+            branch_TD = attention(norm(x_TD, f"{name}.input_layernorm"), f"{name}.self_attn")
+            x_TD = x_TD + norm(branch_TD, f"{name}.input_layernorm_2")
+            branch_TD = mlp(norm(x_TD, f"{name}.post_attention_layernorm"), f"{name}.mlp")
+            x_TD = x_TD + norm(branch_TD, f"{name}.post_attention_layernorm_2")
+        x_TD = norm(x_TD, "model.norm")
+        states.append(x_TD)
+        logits.append(linear(x_TD, head))
+        gate_T1 = linear(x_TD, "model.early_exit_gate") + weights["model.early_exit_gate.bias"]
+        gates.append(gate_T1[:, 0])
+    return DenseRun(
+        states=tuple(states),
+        logits=tuple(logits),
+        gates=tuple(gates),
+        keys_PTJH=torch.stack(keys),
+        values_PTJH=torch.stack(values),
+    )
