@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from controller.types import ForwardSeconds
 from drafters.int4.memory import lazy_bytes
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
@@ -130,6 +131,9 @@ class CompiledDecoder:
             raise MemoryError("could not make a decoder")
         self._handle: int = handle
         self._scratch = _Scratch()
+        # In the order of ``abi.PHASES``, filled by every forward.
+        self._phase_s = (ctypes.c_double * len(abi.PHASES))()
+        self._phase_address = ctypes.addressof(self._phase_s)
         weakref.finalize(self, self._library.taildraft_decoder_free, handle)
 
     def description(self) -> str:
@@ -181,8 +185,9 @@ class CompiledDecoder:
         call.head_rows, call.logits = logits_RV.shape[0], logits_RV.data_ptr()
         call.head_index = batch.head_rows_R.data_ptr()
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
+        call.phase_s = self._phase_address
         self._run(call)
-        return ForwardResult(logits_RV=logits_RV, taps=tapped)
+        return ForwardResult(logits_RV=logits_RV, taps=tapped, seconds=_split(self._phase_s))
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
         """Return the input hidden states (M, hidden)."""
@@ -320,6 +325,11 @@ class CompiledDecoder:
             scale=None if scale is None else scale.data_ptr(),
             bias=bias,
         )
+
+
+def _split(phase_s: Sequence[float]) -> ForwardSeconds:
+    linears_s, attention_s, head_s, rest_s = phase_s
+    return ForwardSeconds(linears_s=linears_s, attention_s=attention_s, head_s=head_s, rest_s=rest_s)
 
 
 def _check(spec: ModelSpec, cos_PH: Tensor, sin_PH: Tensor, threads: int) -> None:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from controller.types import ForwardSeconds
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
@@ -36,6 +37,9 @@ class ForwardResult:
     taps: Mapping[str, Tensor] = field(default_factory=dict)
     """Hidden states (M, hidden) by name: ``"layer.3"`` is the residual stream after layer 3 of the last
     loop run, ``"loop.1.layer.3"`` names the loop, ``"embed"`` the input, ``"final"`` after the last norm."""
+
+    seconds: ForwardSeconds | None = None
+    """What it spent its time on; None where the decoder cannot tell."""
 
 
 class Decoder(Protocol):

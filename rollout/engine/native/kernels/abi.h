@@ -35,6 +35,7 @@ struct Call {
   float* logits;       // (R, head.n)
   float** layer_taps;  // per (loop - loop_begin) * layers + layer a buffer or null; or null
   float *embed_tap, *final_tap;
+  double* phase_s;  // out: seconds by phases::Phase, or null
 };
 
 enum Status : int32_t { kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked };

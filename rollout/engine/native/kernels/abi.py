@@ -24,6 +24,10 @@ CALLER_STATUS = frozenset({1, 2, 3, 4})
 """Those that a wrong batch causes."""
 
 
+PHASES = ("linears", "attention", "head", "rest")
+"""``phases::Phase``, in its order."""
+
+
 class LinearStruct(ctypes.Structure):
     """``forward::Linear``."""
 
@@ -96,6 +100,7 @@ class CallStruct(ctypes.Structure):
         ("layer_taps", POINTER(c_void_p)),
         ("embed_tap", c_void_p),
         ("final_tap", c_void_p),
+        ("phase_s", c_void_p),
     ]
 
 

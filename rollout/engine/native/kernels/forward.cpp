@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "norm.h"
+#include "phases.h"
 #include "rope.h"
 #include "team.h"
 
@@ -68,6 +69,7 @@ class Decoder {
 
   Status run(const Call& call) {
     if (!team_->usable()) return kForked;
+    watch_.start();
     const Status status = check(call);
     if (status != kOk || call.rows == 0) return status;
     prepare(call);
@@ -78,10 +80,16 @@ class Decoder {
       finish(call, me);
     };
     team_->run(job);
+    watch_.lap(call.head_rows ? phases::kHead : phases::kRest);
+    if (call.phase_s) watch_.seconds(call.phase_s);
     return kOk;
   }
 
  private:
+  void lap(const Member& me, phases::Phase phase) {
+    if (me.index == 0) watch_.lap(phase);
+  }
+
   // ---- what must hold before any memory is touched
 
   Status check(const Call& call) const {
@@ -185,17 +193,21 @@ class Decoder {
     norm(call, me, w.input_norm, w.qkv, own);
     project_and_turn(call, me, w, own, plane);
     me.wait();
+    lap(me, phases::kLinears);
     attend_share(call, me, plane);
     me.wait();
+    lap(me, phases::kAttention);
     encode(me, attended_, call.rows, w.o, own, true);
     add_to_hidden(call, me, w.o, attended_, own);
     me.wait();
+    lap(me, phases::kLinears);
     norm(call, me, w.post_norm, w.gate_up, own);
     gate(call, me, w.gate_up, own);
     me.wait();
     encode(me, gated_, call.rows, w.down, own, true);
     add_to_hidden(call, me, w.down, gated_, own);
     me.wait();
+    lap(me, phases::kLinears);
     if (call.layer_taps) copy_tap(call, me, call.layer_taps[plane - call.loop_begin * model_.layers]);
   }
 
@@ -208,6 +220,7 @@ class Decoder {
     const Range mine = rows_to_prepare(me, call.rows);
     for (int m = mine.begin; m < mine.end; ++m)
       rms_norm(hidden(call, m), weight, model_.hidden, model_.eps, own.normed.row(m));
+    lap(me, phases::kRest);
     encode(me, own.normed, call.rows, next, own, false);
     if (!alone(call.rows)) me.wait();
   }
@@ -235,7 +248,9 @@ class Decoder {
     me.deal(model_.query_heads + 2 * model_.kv_heads, 1, [&](Range heads) {
       apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
             [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
+      lap(me, phases::kLinears);
       turn_and_write(call, w, heads, plane);
+      lap(me, phases::kRest);
     });
   }
 
@@ -324,6 +339,7 @@ class Decoder {
     const Range mine = rows_to_prepare(me, call.head_rows);
     for (int r = mine.begin; r < mine.end; ++r)
       rms_norm(hidden(call, call.head_index[r]), model_.final_norm, model_.hidden, model_.eps, own.normed.row(r));
+    lap(me, phases::kRest);
     encode(me, own.normed, call.head_rows, w, own, false);
     if (!alone(call.head_rows)) me.wait();
     const auto write = [&](int panel, int row, F16 y) {
@@ -347,6 +363,7 @@ class Decoder {
   Buffer<float> scores_;
   size_t score_stride_ = 0;
   std::vector<int> cuts_;
+  phases::Stopwatch watch_;
 };
 
 }  // namespace forward
