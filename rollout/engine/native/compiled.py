@@ -136,6 +136,16 @@ class CompiledDecoder:
         self._phase_address = ctypes.addressof(self._phase_s)
         weakref.finalize(self, self._library.taildraft_decoder_free, handle)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the policy's weights."""
+        return self._weights.nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of the hidden states and logits of the widest forward so far."""
+        return self._scratch.hidden_MD.nbytes + self._scratch.logits_RV.nbytes
+
     def description(self) -> str:
         """Return what the numerics of this build depend on: a part of the numerics fingerprint."""
         name: bytes = self._library.taildraft_isa()
@@ -290,6 +300,8 @@ class CompiledDecoder:
                 query_norm=None if norms.query_norm is None else norms.query_norm.data_ptr(),
                 key_norm=None if norms.key_norm is None else norms.key_norm.data_ptr(),
             )
+        tied, embedding = weights.linears["head"].panels, weights.embedding_VD
+        embedding = tied if embedding is None else embedding
         model = abi.ModelStruct(
             vocab=spec.vocab_size,
             hidden=spec.hidden_size,
@@ -299,8 +311,9 @@ class CompiledDecoder:
             head_dim=spec.head_dim,
             max_positions=self._cos_PH.shape[0],
             window=spec.sliding_window or 0,
+            tied_panels=int(weights.embedding_VD is None),
             eps=spec.norm_eps,
-            embedding=weights.embedding_VD.data_ptr(),
+            embedding=embedding.data_ptr(),
             cosine=self._cos_PH.data_ptr(),
             sine=self._sin_PH.data_ptr(),
             final_norm=weights.final_norm_D.data_ptr(),
@@ -327,7 +340,7 @@ class CompiledDecoder:
         )
 
 
-def _split(phase_s: Sequence[float]) -> ForwardSeconds:
+def _split(phase_s: "ctypes.Array[ctypes.c_double]") -> ForwardSeconds:
     linears_s, attention_s, head_s, rest_s = phase_s
     return ForwardSeconds(linears_s=linears_s, attention_s=attention_s, head_s=head_s, rest_s=rest_s)
 

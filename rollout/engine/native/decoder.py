@@ -50,6 +50,16 @@ class Decoder(Protocol):
     row_invariant: bool
     """Whether a row's bits are independent of which and how many rows are computed with it."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the policy's weights, shared ones once; a drafter's own are not counted."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory kept between forwards for hidden states and logits."""
+        ...
+
     def new_storage(self, pages: int) -> KVStorage:
         """Return zeroed KV memory: stale keys must be finite, they are multiplied by zero."""
         ...

@@ -30,6 +30,7 @@ from rollout.engine.native.door import admit_request
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.facts import RoundTimes, round_facts
 from rollout.engine.native.judging import DecisionsOf, Judge, noise_decisions
+from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
@@ -369,10 +370,24 @@ class NativeEngine:
             self._scheduler.preempt(sequence)
         self._scheduler.prefix.clear()
         self._state.storage = self._decoder.new_storage(1)
+        if torch.cuda.is_initialized():  # torch would keep the memory for itself
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Take the KV memory again."""
         self._state.storage = self._decoder.new_storage(self._scheduler.pool.total)
+
+    def memory(self) -> EngineMemory:
+        """Return what is kept in memory now."""
+        pool, storage = self._scheduler.pool, self._state.storage
+        drafters = [slot.drafter for slot in self._drafting.slots.values()]
+        models = [d.model.decoder for d in drafters if isinstance(d.model, NativeDraftModel)]
+        return EngineMemory(
+            weights=self._decoder.weight_bytes,
+            drafters=sum(d.weight_bytes for d in drafters),
+            kv_used=(pool.total - pool.free) * storage.bytes_per_page,
+            scratch=self._decoder.scratch_bytes + sum(m.scratch_bytes for m in models),
+        )
 
     # ---- the rest -------------------------------------------------------------------------------
 

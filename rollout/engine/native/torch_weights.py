@@ -32,6 +32,12 @@ class TorchWeights:
         )
         self.norms = {name: zeros(size) for name, _, size in norm_weights(spec)}
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights; a tied head is none of its own."""
+        own = [t for n, t in self.linears.items() if n != "head" or not self._spec.tie_embeddings]
+        return sum(t.nbytes for t in (self.embedding_VD, *own, *self.biases.values(), *self.norms.values()))
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy a checked state dict, by Hugging Face names, into the buffers."""
         self.embedding_VD.copy_(state["model.embed_tokens.weight"])

@@ -14,9 +14,10 @@ struct Layer {
 
 struct Model {
   int32_t vocab, hidden, layers, query_heads, kv_heads, head_dim, max_positions;
-  int32_t window;  // keys a row reads at most; 0: all
+  int32_t window;        // keys a row reads at most; 0: all
+  int32_t tied_panels;   // whether `embedding` is in panels
   float eps;
-  const simd::bf16* embedding;  // (vocab, hidden)
+  const simd::bf16* embedding;  // (vocab, hidden), or where it is the head as well: its panels
   const float *cosine, *sine;   // (max_positions, head_dim / 2)
   const float* final_norm;
   const Layer* layer;

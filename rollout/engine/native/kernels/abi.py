@@ -68,6 +68,7 @@ class ModelStruct(ctypes.Structure):
         ("head_dim", c_int32),
         ("max_positions", c_int32),
         ("window", c_int32),
+        ("tied_panels", c_int32),
         ("eps", c_float),
         ("embedding", c_void_p),
         ("cosine", c_void_p),

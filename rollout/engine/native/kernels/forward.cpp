@@ -178,6 +178,10 @@ class Decoder {
   void embed(const Call& call, const Member& me) const {
     const Range mine = me.share(call.rows);
     for (int m = mine.begin; m < mine.end; ++m) {
+      if (model_.tied_panels) {
+        panels::unpack_row(model_.embedding, call.tokens[m], model_.hidden, hidden(call, m));
+        continue;
+      }
       const simd::bf16* from = model_.embedding + static_cast<size_t>(call.tokens[m]) * model_.hidden;
       for (int i = 0; i < model_.hidden; i += simd::kLanes)
         simd::store(hidden(call, m) + i, simd::load_bf16(from + i));
