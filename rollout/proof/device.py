@@ -17,7 +17,7 @@ from drafters.w4 import W4Drafter
 from rollout.engine import noise
 from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.native.numerics import is_row_invariant
-from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
+from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.torch_decoder import TorchDecoder, TorchLinear
 from rollout.engine.target import TargetRow
 from rollout.testing import TinyPolicy, tiny_policy
@@ -58,9 +58,7 @@ def _ran(passed: bool | None, **facts: Any) -> DeviceFinding:
     return DeviceFinding(state="ran", passed=passed, facts=facts)
 
 
-def decoder_on(
-    policy: TinyPolicy, device: str, dtype: torch.dtype, *, exact: bool = False
-) -> TorchDecoder:
+def decoder_on(policy: TinyPolicy, device: str, dtype: torch.dtype, *, exact: bool = False) -> TorchDecoder:
     """Return a loaded torch decoder of a tiny policy."""
     made = TorchDecoder(
         policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device=device, exact=exact
@@ -143,7 +141,7 @@ def check_chooser(device: str) -> DeviceFinding:
 
 
 def check_row_invariance(device: str) -> DeviceFinding:
-    """Report where rows computed alone keep their bits: what ``numerics=exact`` needs. Failing is no fault."""
+    """Report where rows computed alone keep their bits, as ``numerics=exact`` needs; no fault if not."""
     found = {
         str(dtype): is_row_invariant(decoder_on(tiny_policy(vocab=VOCAB), device, dtype, exact=True))
         for dtype in LOGIT_TOLERANCE
@@ -157,9 +155,7 @@ def check_speculation(device: str) -> DeviceFinding:
     invariant = is_row_invariant(decoder_on(policy, device, torch.float32, exact=True))
     drafted, equal, samples = 0, 0, 0
     for seed in range(3):
-        engine = tiny_engine(
-            policy, [_oracle_drafter()], dtype=torch.float32, device=device, exact=invariant
-        )
+        engine = tiny_engine(policy, [_oracle_drafter()], dtype=torch.float32, device=device, exact=invariant)
         requests = requests_for(vocab=VOCAB, prompts=4, samples=2, seed=seed, params=MIXED_PARAMS)
         plain = run_engine(engine, requests, ar_plan)
         drafting = run_engine(engine, requests, fixed_plan("w4", 3))

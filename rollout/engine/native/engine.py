@@ -370,8 +370,8 @@ class NativeEngine:
             self._scheduler.preempt(sequence)
         self._scheduler.prefix.clear()
         self._state.storage = self._decoder.new_storage(1)
-        if torch.cuda.is_initialized():  # torch would keep the memory for itself
-            torch.cuda.empty_cache()
+        # torch would keep the memory for itself. Does nothing where CUDA is not used.
+        torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Take the KV memory again."""

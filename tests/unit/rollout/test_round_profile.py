@@ -31,6 +31,15 @@ def _facts(engine: NativeEngine, plan: Planner) -> list[RoundFacts]:
     return out
 
 
+@pytest.fixture(scope="module")
+def torch_facts() -> list[RoundFacts]:
+    """A few rounds of the torch decoder, which is slow."""
+    engine = tiny_engine(tiny_policy(family="smollm2"), dtype=torch.float32)
+    for request in requests_for(vocab=48, prompts=2, longest_prompt=6):
+        engine.add(request)
+    return [engine.run_round(ar_plan(engine.load())).facts for _ in range(3)]
+
+
 def _drafting_engine() -> NativeEngine:
     return tiny_engine(tiny_policy(family="smollm2"), [W4Drafter(DrafterConfig(w4_group=32))], compiled=True)
 
@@ -89,22 +98,20 @@ def test_the_split_of_a_long_forward_is_nearly_all_of_it() -> None:
     assert 0.7 < max(shares) <= 1.0
 
 
-def test_a_decoder_that_cannot_split_its_forward_says_so() -> None:
-    for facts in _facts(tiny_engine(tiny_policy(family="smollm2")), ar_plan)[:4]:
+def test_a_decoder_that_cannot_split_its_forward_says_so(torch_facts: list[RoundFacts]) -> None:
+    for facts in torch_facts:
         assert facts.policy_pass is not None
         assert facts.policy_pass.split is None
         assert set(time_parts(facts)) == {FORWARD, CHOICE, DRAFTING, OTHER}
 
 
-def test_an_engine_that_does_not_say_has_no_parts() -> None:
-    facts = _facts(tiny_engine(tiny_policy(family="smollm2")), ar_plan)[0]
-    assert time_parts(replace(facts, policy_pass=None)) == {}
+def test_an_engine_that_does_not_say_has_no_parts(torch_facts: list[RoundFacts]) -> None:
+    assert time_parts(replace(torch_facts[0], policy_pass=None)) == {}
 
 
-def test_a_step_charts_the_parts_as_shares_of_the_rounds_that_told() -> None:
-    facts = _facts(tiny_engine(tiny_policy(family="smollm2")), ar_plan)
+def test_a_step_charts_the_parts_as_shares_of_the_rounds_that_told(torch_facts: list[RoundFacts]) -> None:
     pool = RolloutPool()
-    for one in (*facts, replace(facts[0], policy_pass=None)):
+    for one in (*torch_facts, replace(torch_facts[0], policy_pass=None)):
         pool.add_round(one)
     shares = {n: v for n, v in pool.metrics(wall_s=1.0).items() if n.startswith("rollout/time_frac_")}
     assert set(shares) == {f"rollout/time_frac_{part}" for part in (FORWARD, CHOICE, DRAFTING, OTHER)}
