@@ -21,7 +21,9 @@ from controller.types import (
     DraftCost,
     DrafterTraits,
     EngineTraits,
+    ForwardSeconds,
     PartShape,
+    PassSeconds,
     RoundFacts,
     RoundLoad,
     RoundPlan,
@@ -95,8 +97,18 @@ def facts_from_dict(data: Mapping[str, Any]) -> RoundFacts:
             **data,
             "drafts": tuple(DraftCost(**d) for d in data["drafts"]),
             "outcomes": tuple(SequenceOutcome(**o) for o in data["outcomes"]),
+            "policy_pass": pass_from_dict(data.get("policy_pass")),
+            "draft_pass": pass_from_dict(data.get("draft_pass")),
         }
     )
+
+
+def pass_from_dict(data: Mapping[str, Any] | None) -> PassSeconds | None:
+    """Return the pass from its ``asdict``; None for None, and where an older log has none."""
+    if data is None:
+        return None
+    split = data["split"]
+    return PassSeconds(**{**data, "split": None if split is None else ForwardSeconds(**split)})
 
 
 def traits_from_dict(data: Mapping[str, Any]) -> EngineTraits:

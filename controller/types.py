@@ -183,6 +183,37 @@ class DraftCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardSeconds:
+    """Where forwards spent their time, as the first of their threads saw it; its waits count to what they
+    wait for."""
+
+    linears_s: float
+    """Of the body, with what is fused into their outputs: bias, gate, residual sum."""
+
+    attention_s: float
+    head_s: float
+    rest_s: float
+    """Embedding, norms, rotation, writing keys and values, starting the threads."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole forward."""
+        return self.linears_s + self.attention_s + self.head_s + self.rest_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSeconds:
+    """What the forwards of a round, and the choices made from their logits, took."""
+
+    forward_s: float
+    """Around the calls, whatever they cost beside the computation included."""
+
+    choose_s: float
+    split: ForwardSeconds | None = None
+    """None where what computes does not tell, or nothing was computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundFacts:
     """What a round did and what it took. Times are wall-clock seconds."""
 
@@ -207,6 +238,12 @@ class RoundFacts:
     prefill_committed: int = 0
     """Tokens committed by sequences whose last prompt row was in this round, one each: they count as decode
     sequences from the next round on."""
+
+    policy_pass: PassSeconds | None = None
+    """Within ``verify_s``; None where the engine does not say."""
+
+    draft_pass: PassSeconds | None = None
+    """Of all drafters that run a model, within ``draft_s``."""
 
     @property
     def decoded(self) -> int:

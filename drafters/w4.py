@@ -107,8 +107,10 @@ class W4Drafter:
                 shape = (weight.out_features, weight.in_features, bits)
                 if shape not in tried:
                     tried.add(shape)
-                    build_linear("aten", weight, bits=bits, group=self._config.w4_group)
-        except DraftError as error:
+                    linear = build_linear("aten", weight, bits=bits, group=self._config.w4_group)
+                    # A device may lack the operator although it packs for it.
+                    linear.apply(torch.zeros_like(weight.rows()[:1]))
+        except (DraftError, NotImplementedError) as error:
             log.warning("torch's int4 kernel does not fit this policy, using plain torch: %s", error)
             return "torch"
         return "aten"

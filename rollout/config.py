@@ -45,7 +45,8 @@ class EngineConfig:
     decoder computes in this dtype."""
 
     numerics: Literal["auto", "exact", "fast"] = "auto"
-    """``auto``: exact where the start-up self-check passes. ``exact`` refuses to start where it does not."""
+    """``auto``: exact where the start-up self-check passes, and fast on an accelerator, where rows would have
+    to be computed one by one. ``exact`` refuses to start where the check does not pass."""
 
     verify: Literal["coupled", "block", "token"] = "coupled"
     threads: int = 0

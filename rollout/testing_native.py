@@ -34,8 +34,13 @@ def tiny_engine(
     config: EngineConfig | None = None,
     threads: int = 1,
     version: int = 0,
+    device: str = "cpu",
+    exact: bool = True,
 ) -> NativeEngine:
-    """Return a native engine: float64 torch by default, the compiled kernels when asked."""
+    """Return a native engine: float64 torch by default, the compiled kernels when asked.
+
+    ``device`` and ``exact`` are for torch.
+    """
     decoder: Decoder
     chooser: Chooser
     if compiled:
@@ -43,7 +48,7 @@ def tiny_engine(
         chooser = CompiledChooser(threads=threads)
     else:
         decoder = TorchDecoder(
-            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device="cpu", exact=True
+            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device=device, exact=exact
         )
         chooser = TorchChooser()
     decoder.load(policy.state)
@@ -53,7 +58,7 @@ def tiny_engine(
         chooser=chooser,
         drafting=Drafting(list(drafters), vocab_size=vocab, failure_limit=3),
         config=config or EngineConfig(max_batch=8, max_context_tokens=128, dtype="bfloat16"),
-        numerics_exact=True,
+        numerics_exact=compiled or exact,
         decoder_description="compiled" if compiled else f"torch {dtype}",
         detokenizer=char_tokenizer(vocab) if vocab >= 48 else None,
         policy_version=version,

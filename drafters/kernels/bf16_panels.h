@@ -52,6 +52,12 @@ inline void pack(const simd::bf16* rows, int n, int k, simd::bf16* out) {
   for (int p = 0; p < count(n); ++p) pack_panel(rows, n, k, p, out + offset(p, 0, k));
 }
 
+// One row out of panels, widened: K floats.
+inline void unpack_row(const simd::bf16* in, int row, int k, float* out) {
+  const simd::bf16* from = in + offset(row / kColumns, 0, k) + slot(row % kColumns);
+  for (int i = 0; i < k; ++i) out[i] = simd::bf16_to_float(from[static_cast<size_t>(i) * kColumns]);
+}
+
 inline void unpack(const simd::bf16* in, int n, int k, simd::bf16* rows) {
   for (int row = 0; row < n; ++row)
     for (int i = 0; i < k; ++i)

@@ -6,6 +6,7 @@ What is read is checked against what the engine computes before anything runs.
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from rollout.policy.families import eos_ids_of, load_spec
 from rollout.policy.offgrid import offgrid
 from rollout.policy.place import resolve, weight_files
 from rollout.policy.spec import ModelSpec
+from rollout.policy.stored import SelectedTensors, StoredTensors
 from rollout.policy.weights import EMBEDDING, HEAD, checksum, expected_tensors, is_finite
 
 if TYPE_CHECKING:
@@ -36,8 +38,10 @@ class Policy:
     tokenizer: "PreTrainedTokenizerBase | None"
     """None where the folder has none: then there are no texts and no stop strings."""
 
-    state: dict[str, Tensor]
-    """By Hugging Face name, on the CPU, complete and finite; a tied policy has no ``lm_head.weight``."""
+    state: Mapping[str, Tensor]
+    """By Hugging Face name, on the CPU, complete and finite; a tied policy has no ``lm_head.weight``.
+
+    A tensor is read from its file whenever it is asked for, unless the policy was moved off its grid."""
 
     eos_ids: tuple[int, ...]
     """As in ``spec``: of the generation config, else of the config."""
@@ -122,13 +126,14 @@ def _read_tokenizer(
     return tokenizer
 
 
-def _read_state(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read and check all weights; what is missing, unknown, mis-shaped or not finite is refused by name."""
-    stored = _stored_tensors(folder)
+def _read_state(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Check all weights; what is missing, unknown, mis-shaped or not finite is refused by name."""
+    stored = StoredTensors(weight_files(folder))
     expected = expected_tensors(spec)
     problems = [f"{name} is missing" for name in expected if name not in stored]
-    state: dict[str, Tensor] = {}
+    narrowed = 0
     for name, tensor in stored.items():
+        narrowed += tensor.dtype.itemsize > dtype.itemsize
         if name == HEAD and spec.tie_embeddings:
             if not torch.equal(tensor, stored.get(EMBEDDING, tensor)):
                 problems.append(f"{HEAD} differs from {EMBEDDING} in a policy that ties them")
@@ -139,22 +144,10 @@ def _read_state(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, 
             problems.append(f"{name} is not a tensor of this policy")
         elif tuple(tensor.shape) != expected[name]:
             problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {expected[name]}")
-        else:
-            state[name] = tensor.to(dtype)
-            if not is_finite(state[name]):
-                problems.append(f"{name} holds NaN or infinity")
+        elif not is_finite(tensor.to(dtype)):
+            problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise UnsupportedError(f"{folder}: {'; '.join(problems)}")
-    narrowed = sum(t.dtype.itemsize > dtype.itemsize for t in stored.values())
     if narrowed:
         log.info("policy: %d tensors rounded to %s", narrowed, str(dtype).removeprefix("torch."))
-    return {name: state[name] for name in expected}
-
-
-def _stored_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    stored: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        stored.update(load_file(file))
-    return stored
+    return SelectedTensors(stored, list(expected), dtype)

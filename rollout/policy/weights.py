@@ -7,9 +7,10 @@ refuses the update whole and says everything that is wrong with it.
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,10 +60,10 @@ def checksum(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> st
 
     Raises ``WeightUpdateError`` naming everything that is no named, dense tensor.
     """
-    pairs = sorted(_pairs(tensors), key=lambda pair: str(pair[0]))
+    reads = sorted(_reads(tensors), key=lambda read: str(read[0]))
     # Hashing releases the interpreter lock: one thread per core halves the time of an update here.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as threads:
-        digests = list(threads.map(lambda pair: _digest(*pair), pairs))
+        digests = list(threads.map(lambda read: _digest(read[0], read[1]()), reads))
     problems = [str(digest) for digest in digests if isinstance(digest, WeightUpdateError)]
     if problems:
         raise WeightUpdateError("; ".join(problems))
@@ -116,6 +117,19 @@ def manifest(state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version
 
 def _pairs(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     return tensors.items() if isinstance(tensors, Mapping) else tensors
+
+
+def _reads(
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> Iterable[tuple[str, Callable[[], Tensor]]]:
+    """Yield names, each with how to get its tensor: a mapping may read it from a file only then."""
+    if isinstance(tensors, Mapping):
+        return ((name, partial(tensors.__getitem__, name)) for name in tensors)
+    return ((name, partial(_itself, tensor)) for name, tensor in tensors)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class WeightStage:

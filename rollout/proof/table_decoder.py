@@ -42,6 +42,8 @@ class TableDecoder:
 
     compiled = False
     row_invariant = True
+    weight_bytes = 0
+    scratch_bytes = 0
 
     def __init__(self, logits_of: LogitsOf, *, vocab_size: int, max_positions: int = 64) -> None:
         self._logits_of = logits_of

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from controller.types import AR, SequenceOutcome
+from controller.log import pass_from_dict
+from controller.types import AR, PassSeconds, SequenceOutcome
 from rollout.errors import RolloutError
 from rollout.run_folder import CONFIG_FILE
 from rollout.tracking.jsonl import METRICS, read_jsonl
@@ -42,6 +43,10 @@ class Round:
     commit_s: float
     reason: str
     outcomes: tuple[SequenceOutcome, ...]
+    policy_pass: PassSeconds | None = None
+    """None where the engine did not say, and in journals from before it did."""
+
+    draft_pass: PassSeconds | None = None
 
     @property
     def gamma_mean(self) -> float:
@@ -132,4 +137,6 @@ def _round(line: Mapping[str, Any]) -> Round:
         commit_s=facts["commit_s"],
         reason=plan["reason"],
         outcomes=tuple(SequenceOutcome(**row) for row in rows),
+        policy_pass=pass_from_dict(facts.get("policy_pass")),
+        draft_pass=pass_from_dict(facts.get("draft_pass")),
     )

@@ -20,6 +20,7 @@ from rollout.report.steps import (
     updates,
     wall_clock,
 )
+from rollout.report.time_split import time_split
 
 PANELS: tuple[Callable[[Journal], Panel], ...] = (
     reward_curve,
@@ -34,5 +35,6 @@ PANELS: tuple[Callable[[Journal], Panel], ...] = (
     updates,
     mismatch,
     round_parts,
+    time_split,
 )
 """In the order of the page."""

@@ -8,8 +8,8 @@ from typing import Literal
 
 WIDTH, HEIGHT = 640, 280
 LEFT, RIGHT, TOP, BOTTOM = 66, 14, 14, 44
-COLOURS = ("#2f6fb2", "#c8622b", "#3d8b54", "#8a56ac", "#b23a48", "#6b7280")
-"""Told apart on light and dark ground; beyond six series they repeat."""
+COLOURS = ("#2f6fb2", "#c8622b", "#3d8b54", "#8a56ac", "#b23a48", "#6b7280", "#b08d1e")
+"""Told apart on light and dark ground; beyond seven series they repeat."""
 
 QUIET = "#9aa1ab"
 """For what is the ordinary case, or only guides the eye."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from controller.types import AR, RoundFacts, RoundPlan, SequenceOutcome
+from rollout.tracking.time_parts import time_parts
 from rollout.types import Completion
 
 
@@ -75,6 +76,9 @@ class RolloutPool:
 
     draft_failures: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    part_seconds: dict[str, float] = field(default_factory=dict)
+    """By ``time_parts``, over the rounds that told."""
+
     predicted_s: float = 0.0
     measured_s: float = 0.0
     error_s: float = 0.0
@@ -107,6 +111,8 @@ class RolloutPool:
         parts_s = {"draft": facts.draft_s, "verify": facts.verify_s, "commit": facts.commit_s}
         for part, seconds in {**parts_s, "round": facts.total_s}.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        for part, seconds in time_parts(facts).items():
+            self.part_seconds[part] = self.part_seconds.get(part, 0.0) + seconds
         if plan is not None:
             self.probe_rounds += plan.probe
             if plan.predicted_s > 0:
@@ -179,6 +185,9 @@ class RolloutPool:
             f"rollout/{part}_s": self.seconds.get(part, 0.0) for part in ("draft", "verify", "commit")
         }
         metrics["rollout/round_s"] = self.seconds.get("round", 0.0)
+        told_s = sum(self.part_seconds.values())
+        if told_s > 0:
+            metrics |= {f"rollout/time_frac_{part}": s / told_s for part, s in self.part_seconds.items()}
         if self.measured_s > 0:
             metrics["rollout/predicted_over_measured"] = self.predicted_s / self.measured_s
             metrics["rollout/prediction_error_frac"] = self.error_s / self.measured_s

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from controller.types import ForwardSeconds
 from drafters.int4.memory import lazy_bytes
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
@@ -132,7 +133,20 @@ class CompiledDecoder:
             raise MemoryError("could not make a decoder")
         self._handle: int = handle
         self._scratch = _Scratch()
+        # In the order of ``abi.PHASES``, filled by every forward.
+        self._phase_s = (ctypes.c_double * len(abi.PHASES))()
+        self._phase_address = ctypes.addressof(self._phase_s)
         weakref.finalize(self, self._library.taildraft_decoder_free, handle)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the policy's weights."""
+        return self._weights.nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of the hidden states and logits of the widest forward so far."""
+        return self._scratch.hidden_MD.nbytes + self._scratch.logits_RV.nbytes
 
     def description(self) -> str:
         """Return what the numerics of this build depend on: a part of the numerics fingerprint."""
@@ -188,7 +202,10 @@ class CompiledDecoder:
         else:
             out_MD = _own_copy(hidden_MD)
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
-        return ForwardResult(logits_RV=self._run_to_head(call, batch, out_MD), hidden_MD=out_MD, taps=tapped)
+        logits_RV = self._run_to_head(call, batch, out_MD)
+        return ForwardResult(
+            logits_RV=logits_RV, hidden_MD=out_MD, taps=tapped, seconds=_split(self._phase_s)
+        )
 
     def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
         """Take every row one loop further, each on the planes of its own loop, in one pass of the block."""
@@ -199,7 +216,8 @@ class CompiledDecoder:
         call = self._call(batch, kv, range(1))
         call.tokens, call.row_loop = batch.token_ids_M.data_ptr(), loop_M.data_ptr()
         out_MD = _own_copy(hidden_MD)
-        return ForwardResult(logits_RV=self._run_to_head(call, batch, out_MD), hidden_MD=out_MD)
+        logits_RV = self._run_to_head(call, batch, out_MD)
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=out_MD, seconds=_split(self._phase_s))
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
         """Return the input hidden states (M, hidden)."""
@@ -245,6 +263,7 @@ class CompiledDecoder:
         call.hidden = hidden_MD.data_ptr()
         call.head_rows, call.logits = logits_RV.shape[0], logits_RV.data_ptr()
         call.head_index = batch.head_rows_R.data_ptr()
+        call.phase_s = self._phase_address
         self._run(call)
         return logits_RV
 
@@ -312,6 +331,8 @@ class CompiledDecoder:
                 attention_out_norm=_address(norms.attention_out_norm),
                 mlp_out_norm=_address(norms.mlp_out_norm),
             )
+        tied, embedding = weights.linears["head"].panels, weights.embedding_VD
+        embedding = tied if embedding is None else embedding
         model = abi.ModelStruct(
             vocab=spec.vocab_size,
             hidden=spec.hidden_size,
@@ -323,8 +344,9 @@ class CompiledDecoder:
             window=spec.sliding_window or 0,
             loops=spec.loops,
             recurrent_norm=spec.recurrent_norm,
+            tied_panels=int(weights.embedding_VD is None),
             eps=spec.norm_eps,
-            embedding=weights.embedding_VD.data_ptr(),
+            embedding=embedding.data_ptr(),
             cosine=self._cos_PH.data_ptr(),
             sine=self._sin_PH.data_ptr(),
             final_norm=weights.final_norm_D.data_ptr(),
@@ -348,6 +370,11 @@ class CompiledDecoder:
             scale=_address(scale),
             bias=_address(own.bias),
         )
+
+
+def _split(phase_s: "ctypes.Array[ctypes.c_double]") -> ForwardSeconds:
+    linears_s, attention_s, head_s, rest_s = phase_s
+    return ForwardSeconds(linears_s=linears_s, attention_s=attention_s, head_s=head_s, rest_s=rest_s)
 
 
 def _check(spec: ModelSpec, cos_PH: Tensor, sin_PH: Tensor, threads: int) -> None:

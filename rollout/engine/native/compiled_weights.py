@@ -84,7 +84,9 @@ class Weights:
     """Whether ``load`` has succeeded once."""
 
     linears: dict[str, PackedLinear] = field(init=False)
-    embedding_VD: Tensor = field(init=False)
+    embedding_VD: Tensor | None = field(init=False)
+    """None where it is the head as well: its rows are read out of the head's panels."""
+
     final_norm_D: Tensor = field(init=False)
     gate_1D: Tensor | None = field(init=False)
     """The exit gate. It is reported only, so it stands outside the panels."""
@@ -111,7 +113,11 @@ class Weights:
                 panels=block[start : start + size].zero_().view(count, k, PANEL),
                 bias=torch.zeros(count * PANEL) if has_bias else None,
             )
-        self.embedding_VD = torch.zeros(spec.vocab_size, spec.hidden_size, dtype=torch.bfloat16)
+        self.embedding_VD = (
+            None
+            if spec.tie_embeddings
+            else torch.zeros(spec.vocab_size, spec.hidden_size, dtype=torch.bfloat16)
+        )
         self.final_norm_D = torch.zeros(spec.hidden_size)
         self.gate_1D = torch.zeros(1, spec.hidden_size) if spec.exit_gate else None
         self.gate_bias = torch.zeros(1) if spec.exit_gate else None
@@ -127,6 +133,15 @@ class Weights:
             for _ in range(spec.layers)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory the policy's weights take: every one once."""
+        norms = [t for w in self.layers for t in (w.input_norm, w.post_norm, w.query_norm, w.key_norm)]
+        others = [self.embedding_VD, self.final_norm_D, *norms, *(w.bias for w in self.linears.values())]
+        return sum(w.panels.nbytes for w in self.linears.values()) + sum(
+            t.nbytes for t in others if t is not None
+        )
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Write a state dict in place, rounded to bf16. Raises ``ValueError``, before the first write, when a
         tensor is missing or has another shape; names it does not know are ignored."""
@@ -134,8 +149,8 @@ class Weights:
         for write in writes:
             if write.name not in state:
                 raise ValueError(f"the state has no {write.name}")
-            if tuple(state[write.name].shape) != write.shape:
-                shape = tuple(state[write.name].shape)
+            shape = tuple(state[write.name].shape)
+            if shape != write.shape:
                 raise ValueError(f"{write.name} has shape {shape}, expected {write.shape}")
         for write in writes:
             write.put(state[write.name].detach().to(device="cpu", dtype=torch.bfloat16).contiguous())
@@ -143,8 +158,9 @@ class Weights:
 
     def _writes(self) -> Iterator[_Write]:
         spec = self.spec
-        embedding = (spec.vocab_size, spec.hidden_size)
-        yield _Write(name="model.embed_tokens.weight", shape=embedding, put=_into(self.embedding_VD))
+        if self.embedding_VD is not None:
+            shape = (spec.vocab_size, spec.hidden_size)
+            yield _Write(name="model.embed_tokens.weight", shape=shape, put=_into(self.embedding_VD))
         for index, layer in enumerate(self.layers):
             yield from self._layer_writes(index, layer)
         yield _Write(name="model.norm.weight", shape=(spec.hidden_size,), put=_into(self.final_norm_D))

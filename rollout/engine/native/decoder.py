@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from controller.types import ForwardSeconds
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
@@ -41,6 +42,9 @@ class ForwardResult:
     loop run, ``"loop.1.layer.3"`` names the loop, ``"loop.1"`` is the state after that loop, ``"embed"`` the
     input, ``"final"`` after the last norm."""
 
+    seconds: ForwardSeconds | None = None
+    """What it spent its time on; None where the decoder cannot tell."""
+
 
 class Decoder(Protocol):
     """A policy's forward over paged KV: ``embed``, ``block`` per loop, ``head``."""
@@ -49,6 +53,16 @@ class Decoder(Protocol):
     compiled: bool
     row_invariant: bool
     """Whether a row's bits are independent of which and how many rows are computed with it."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the policy's weights, shared ones once; a drafter's own are not counted."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory kept between forwards for hidden states and logits."""
+        ...
 
     def new_storage(self, pages: int) -> KVStorage:
         """Return zeroed KV memory: stale keys must be finite, they are multiplied by zero."""

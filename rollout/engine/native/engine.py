@@ -18,20 +18,22 @@ from controller.types import (
     EngineTraits,
     InFlight,
     PartShape,
-    RoundFacts,
     RoundLoad,
     RoundPlan,
     SequenceLoad,
 )
 from rollout.config import EngineConfig
 from rollout.engine.native.commit import Detokenizer
-from rollout.engine.native.committer import Committed, Committer
+from rollout.engine.native.committer import Committer
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.door import admit_request
 from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.facts import RoundTimes, round_facts
 from rollout.engine.native.judging import DecisionsOf, Judge, noise_decisions
+from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
+from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
@@ -86,14 +88,17 @@ class NativeEngine:
             pool=PagePool(pages),
             prefix_cache=config.prefix_cache,
         )
+        self._clock = PassClock()
+        timed_chooser = TimedChooser(chooser, self._clock)
         self._state = EngineState(
             decoder=decoder,
             storage=decoder.new_storage(pages),
             scheduler=self._scheduler,
-            chooser=chooser,
+            chooser=timed_chooser,
             verify=config.verify,
+            clock=self._clock,
         )
-        self._judge = Judge(chooser, config.verify, decisions_of)
+        self._judge = Judge(timed_chooser, config.verify, decisions_of)
         self.fingerprint = self._fingerprint(weights_checksum)
         self._committer = Committer(
             self._scheduler,
@@ -224,15 +229,28 @@ class NativeEngine:
     def run_round(self, plan: RoundPlan) -> RoundOutcome:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
         started = time.perf_counter()
+        self._clock.take()  # whatever a round that failed left behind
         work = reserve_work(self._scheduler, plan, chunk_tokens=self._config.prefill_chunk_tokens)
         draft_work(work, self._drafting)
+        draft_pass = self._clock.take()
         drafted = time.perf_counter()
         logits_RV = self._forward(work)
         verdicts = self._judge.judge(work, logits_RV)
+        policy_pass = self._clock.take()
         verified = time.perf_counter()
         committed = self._committer.commit(work, verdicts, policy_version=self.policy_version)
         done = time.perf_counter()
-        facts = self._facts(work, committed, (started, drafted, verified, done))
+        times = RoundTimes(
+            started_s=started,
+            drafted_s=drafted,
+            verified_s=verified,
+            done_s=done,
+            draft_pass=draft_pass,
+            policy_pass=policy_pass,
+        )
+        facts = round_facts(
+            work, committed, times, round_index=self._round_index, policy_version=self.policy_version
+        )
         self._round_index += 1
         return RoundOutcome(
             facts=facts, emissions=tuple(committed.emissions), completions=tuple(committed.completions)
@@ -242,27 +260,7 @@ class NativeEngine:
         """Compute prompt chunks, last tokens and drafts in one pass of the policy."""
         if not work.chunks and not work.decoding:
             return torch.empty(0, self._decoder.spec.vocab_size)
-        return self._decoder.forward(row_batch(work, self._scheduler), self._state.storage).logits_RV
-
-    def _facts(
-        self, work: Work, committed: Committed, times: tuple[float, float, float, float]
-    ) -> RoundFacts:
-        started, drafted, verified, done = times
-        return RoundFacts(
-            round_index=self._round_index,
-            policy_version=self.policy_version,
-            batch=len(work.decoding),
-            prefill_rows=work.prefill_rows,
-            verify_rows=work.verify_rows,
-            context_tokens=work.context_tokens,
-            draft_s=drafted - started,
-            verify_s=verified - drafted,
-            commit_s=done - verified,
-            total_s=done - started,
-            drafts=tuple(work.costs),
-            outcomes=tuple(committed.sequences),
-            prefill_committed=committed.prefill_tokens,
-        )
+        return self._clock.forward(self._decoder, row_batch(work, self._scheduler), self._state.storage)
 
     # ---- weights --------------------------------------------------------------------------------
 
@@ -372,10 +370,24 @@ class NativeEngine:
             self._scheduler.preempt(sequence)
         self._scheduler.prefix.clear()
         self._state.storage = self._decoder.new_storage(1)
+        # torch would keep the memory for itself. Does nothing where CUDA is not used.
+        torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Take the KV memory again."""
         self._state.storage = self._decoder.new_storage(self._scheduler.pool.total)
+
+    def memory(self) -> EngineMemory:
+        """Return what is kept in memory now."""
+        pool, storage = self._scheduler.pool, self._state.storage
+        drafters = [slot.drafter for slot in self._drafting.slots.values()]
+        models = [d.model.decoder for d in drafters if isinstance(d.model, NativeDraftModel)]
+        return EngineMemory(
+            weights=self._decoder.weight_bytes,
+            drafters=sum(d.weight_bytes for d in drafters),
+            kv_used=(pool.total - pool.free) * storage.bytes_per_page,
+            scratch=self._decoder.scratch_bytes + sum(m.scratch_bytes for m in models),
+        )
 
     # ---- the rest -------------------------------------------------------------------------------
 

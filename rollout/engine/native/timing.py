@@ -6,6 +6,7 @@ import torch
 
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.pages import PagePool, pages_for
+from rollout.engine.native.pass_clock import wait_for
 from rollout.engine.native.rows import RowBatch
 from rollout.errors import CapacityError
 
@@ -32,7 +33,7 @@ def time_forward(
             head_rows_R=torch.arange(rows, dtype=torch.int32),
         )
         started = time.perf_counter()
-        decoder.forward(batch, storage)
+        wait_for(decoder.forward(batch, storage).logits_RV)
         return time.perf_counter() - started
     finally:
         pool.release(pages)

@@ -95,6 +95,17 @@ class TorchDecoder:
         self._replaced: dict[str, QuantizedLinear] = {}
         self._packed: dict[str, prepacked.PrepackedLinear] = {}
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the policy's weights; where oneDNN's packed form is kept beside them, of both."""
+        packed = sum(self.weights.linears[name].nbytes for name in self._packed)
+        return self.weights.nbytes + packed
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Nothing is kept between forwards."""
+        return 0
+
     def new_storage(self, pages: int) -> KVStorage:
         """Return zeroed KV memory for ``pages`` pages."""
         return TorchKV(self.spec, pages=pages, dtype=self.dtype, device=self.device)

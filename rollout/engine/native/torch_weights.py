@@ -34,6 +34,12 @@ class TorchWeights:
         self.gate_D = zeros(spec.hidden_size) if spec.exit_gate else None
         self.gate_bias = zeros(1) if spec.exit_gate else None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights; a tied head is none of its own."""
+        own = [t for n, t in self.linears.items() if n != "head" or not self._spec.tie_embeddings]
+        return sum(t.nbytes for t in (self.embedding_VD, *own, *self.biases.values(), *self.norms.values()))
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy a checked state dict, by Hugging Face names, into the buffers."""
         self.embedding_VD.copy_(state["model.embed_tokens.weight"])

@@ -9,6 +9,7 @@ from controller.types import VerifyMode
 from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
 from rollout.engine import noise
 from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.pass_clock import PassClock
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
@@ -25,6 +26,8 @@ class EngineState:
     scheduler: Scheduler
     chooser: Chooser
     verify: VerifyMode
+    clock: PassClock
+    """Counts every forward and choice; ``chooser`` reports to it."""
 
 
 def noise_seed(sequence: LiveSequence, verify: VerifyMode) -> int | None:
@@ -75,7 +78,7 @@ class NativeDraftModel:
             page_table_SP=torch.from_numpy(state.scheduler.page_table),
             head_rows_R=torch.arange(len(tokens), dtype=torch.int32),
         )
-        logits_RV = self.decoder.forward(batch, state.storage).logits_RV
+        logits_RV = state.clock.forward(self.decoder, batch, state.storage)
         rows = [
             s.target_row(list(d), seed=noise_seed(s, state.verify))
             for s, d in zip(sequences, drafts, strict=True)

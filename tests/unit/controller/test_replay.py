@@ -20,7 +20,7 @@ from controller.log import (
 )
 from controller.replay import main, read_log, replay, summary
 from controller.testing import HISTORY, SMALL_POLICY, SMALL_W4, SimulatedMachine, load_of, traits_of
-from controller.types import POLICY
+from controller.types import POLICY, ForwardSeconds, PassSeconds, RoundPlan
 
 SHAPES = {POLICY: SMALL_POLICY, "w4": SMALL_W4, "history": HISTORY}
 
@@ -88,6 +88,18 @@ def test_records_survive_json_exactly() -> None:
     assert load_from_dict(json.loads(json.dumps(load_to_dict(load)))) == load
     assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
     assert facts_from_dict(json.loads(json.dumps(facts_to_dict(done)))) == done
+
+
+def test_what_a_round_spent_its_time_on_survives_json_and_older_logs_have_none() -> None:
+    machine, load = SimulatedMachine(shapes=SHAPES), load_of(2)
+    done = machine.run(load, RoundPlan(assignments={}, reason="ar"))
+    split = ForwardSeconds(linears_s=0.1, attention_s=0.2, head_s=0.3, rest_s=0.4)
+    policy = PassSeconds(forward_s=1.1, choose_s=0.01, split=split)
+    told = replace(done, policy_pass=policy, draft_pass=PassSeconds(forward_s=0.5, choose_s=0.02))
+    assert facts_from_dict(json.loads(json.dumps(facts_to_dict(told)))) == told
+    older = facts_to_dict(told)
+    del older["policy_pass"], older["draft_pass"]
+    assert facts_from_dict(older) == done
 
 
 def test_the_command_agrees_with_its_log_and_tells_a_difference(

@@ -2,12 +2,22 @@ import json
 import random
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.types import AR, Assignment, RoundFacts, RoundLoad, RoundPlan, SequenceOutcome
+from controller.types import (
+    AR,
+    Assignment,
+    ForwardSeconds,
+    PassSeconds,
+    RoundFacts,
+    RoundLoad,
+    RoundPlan,
+    SequenceOutcome,
+)
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig, ReportConfig
 from rollout.jobs.report import main, newest_run
@@ -20,6 +30,7 @@ from rollout.report.statistics import quantile, wilson, wilson_of_blocks
 from rollout.report.steps import makespan, makespan_by_step, mismatch, updates
 from rollout.report.summary import summary_row
 from rollout.report.svg import Axis, axis_over
+from rollout.report.time_split import time_split
 from rollout.service.records import RoundRecord
 from rollout.tracking.jsonl import JsonlTracker
 from rollout.tracking.recorder import RolloutRecorder
@@ -38,6 +49,7 @@ TITLES = (
     "Weight updates and drafter builds",
     "Train/rollout mismatch",
     "Round time by batch",
+    "Where a round's time goes",
 )
 
 
@@ -68,6 +80,12 @@ def _round(index: int, *, version: int, batch: int, gamma: int, rng: random.Rand
         commit_s=0.0002,
         total_s=0.0055 + 0.001 * gamma,
         outcomes=outcomes,
+        policy_pass=PassSeconds(
+            forward_s=0.0035,
+            choose_s=0.00025,
+            split=ForwardSeconds(linears_s=0.0025, attention_s=0.0005, head_s=0.00025, rest_s=0.00015),
+        ),
+        draft_pass=PassSeconds(forward_s=0.0008 * gamma, choose_s=0.0001 * gamma) if gamma else None,
     )
     assignments = {k: Assignment(drafter=drafter, gamma=gamma) for k in range(batch)} if gamma else {}
     plan = RoundPlan(assignments=assignments, reason="below <break-even>", predicted_s=0.005)
@@ -152,7 +170,7 @@ def test_the_page_is_one_file_that_fetches_nothing(run_dir: Path) -> None:
     out = build(run_dir, run_dir / "deep" / "report.html")
     text = out.read_text()
     for title in TITLES:
-        assert f"<h3>{title}</h3>" in text
+        assert f"<h3>{escape(title)}</h3>" in text
     for fetched in ("<script", "<link", "src=", "href=", "url(", "@import"):
         assert fetched not in text
     assert "below &lt;break-even&gt;" in text
@@ -184,7 +202,11 @@ def test_what_is_missing_is_said_and_does_not_break_the_page(tmp_path: Path, wri
     filled = {
         "nothing": set(),
         "steps": {"Reward", "Wall-clock split"},
-        "plain rounds": {"Gamma, drafter and batch over time", "Round time by batch"},
+        "plain rounds": {
+            "Gamma, drafter and batch over time",
+            "Round time by batch",
+            "Where a round's time goes",
+        },
     }[written]
     assert {p.title for p in panels.values() if not p.empty} == filled
     assert all(p.note.startswith("No data: ") for p in panels.values() if p.empty)
@@ -392,6 +414,44 @@ def test_acceptance_intervals_hold_the_truth_as_often_as_they_say() -> None:
     shares = [wilson_of_blocks([block() for _ in range(200)]) for _ in range(400)]
     assert sum(s.low <= truth <= s.high for s in shares) >= 350
     assert sum(wilson(s.hits, s.trials).low <= truth <= wilson(s.hits, s.trials).high for s in shares) < 350
+
+
+def _one_round(folder: Path, record: RoundRecord) -> Panel:
+    RolloutRecorder(JsonlTracker(folder, run_id="r")).rounds([record])
+    return time_split(read_journal(folder))
+
+
+def test_the_time_of_a_round_is_shown_by_part(tmp_path: Path) -> None:
+    # 5.5 ms: 2.5 of linears, 0.5 of attention, and what no part names is Python's.
+    panel = _one_round(tmp_path / "ar", _round(0, version=1, batch=4, gamma=0, rng=random.Random(0)))
+    assert "plain, batch to 4: linears 45.5%, 2.50 ms" in panel.body
+    assert "plain, batch to 4: token choice 4.5%, 0.25 ms" in panel.body
+    assert "plain, batch to 4: Python and other 33.6%, 1.85 ms" in panel.body
+    assert "drafting, batch" not in panel.body
+    # 7.5 ms with two drafts: 2.0 of drafting, in which 0.2 of choosing.
+    panel = _one_round(tmp_path / "sd", _round(0, version=1, batch=3, gamma=2, rng=random.Random(0)))
+    assert "drafting, batch to 4: drafting 26.7%, 2.00 ms" in panel.body
+    assert "that of drafts included: 6.0% of the time" in panel.note
+
+
+def test_a_forward_that_was_not_split_is_drawn_whole_and_said_to_be(tmp_path: Path) -> None:
+    record = _round(0, version=1, batch=4, gamma=0, rng=random.Random(0))
+    whole = PassSeconds(forward_s=0.0044, choose_s=0.0)
+    panel = _one_round(tmp_path, replace(record, facts=replace(record.facts, policy_pass=whole)))
+    assert "plain, batch to 4: forward, not split 80.0%, 4.40 ms" in panel.body
+    assert "linears" not in panel.body
+    assert "Not split: the torch decoder" in panel.note
+
+
+def test_a_journal_from_before_rounds_told_their_parts_still_draws(tmp_path: Path) -> None:
+    record = _round(0, version=1, batch=4, gamma=2, rng=random.Random(0))
+    RolloutRecorder(JsonlTracker(tmp_path / "run", run_id="r")).rounds([record])
+    file = tmp_path / "run" / "rounds.jsonl"
+    line = json.loads(file.read_text())
+    del line["facts"]["policy_pass"], line["facts"]["draft_pass"]
+    file.write_text(json.dumps(line) + "\n")
+    assert time_split(read_journal(tmp_path / "run")).note == "No data: no round told what its time went on."
+    build(tmp_path / "run", tmp_path / "out.html")
 
 
 def test_quantiles_interpolate() -> None:

@@ -18,8 +18,9 @@ struct Model {
   int32_t window;  // keys a row reads at most; 0: all
   int32_t loops;
   int32_t recurrent_norm;  // 1: the final norm closes every loop, and the head reads its output
+  int32_t tied_panels;     // whether `embedding` is in panels
   float eps;
-  const simd::bf16* embedding;  // (vocab, hidden)
+  const simd::bf16* embedding;  // (vocab, hidden), or where it is the head as well: its panels
   const float *cosine, *sine;   // (max_positions, head_dim / 2)
   const float* final_norm;
   const Layer* layer;
@@ -40,6 +41,7 @@ struct Call {
   float** layer_taps;  // per (loop - loop_begin) * layers + layer a buffer or null; or null
   float** loop_taps;   // per loop - loop_begin a buffer or null; or null
   float *embed_tap, *final_tap;
+  double* phase_s;  // out: seconds by phases::Phase, or null
 };
 
 enum Status : int32_t { kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked, kBadLoop };

@@ -25,6 +25,10 @@ CALLER_STATUS = frozenset({1, 2, 3, 4, 7})
 """Those that a wrong batch causes."""
 
 
+PHASES = ("linears", "attention", "head", "rest")
+"""``phases::Phase``, in its order."""
+
+
 class LinearStruct(ctypes.Structure):
     """``forward::Linear``."""
 
@@ -69,6 +73,7 @@ class ModelStruct(ctypes.Structure):
         ("window", c_int32),
         ("loops", c_int32),
         ("recurrent_norm", c_int32),
+        ("tied_panels", c_int32),
         ("eps", c_float),
         ("embedding", c_void_p),
         ("cosine", c_void_p),
@@ -103,6 +108,7 @@ class CallStruct(ctypes.Structure):
         ("loop_taps", POINTER(c_void_p)),
         ("embed_tap", c_void_p),
         ("final_tap", c_void_p),
+        ("phase_s", c_void_p),
     ]
 
 

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "norm.h"
+#include "phases.h"
 #include "rope.h"
 #include "team.h"
 
@@ -68,6 +69,7 @@ class Decoder {
 
   Status run(const Call& call) {
     if (!team_->usable()) return kForked;
+    watch_.start();
     const Status status = check(call);
     if (status != kOk || call.rows == 0) return status;
     prepare(call);
@@ -81,10 +83,16 @@ class Decoder {
       finish(call, me);
     };
     team_->run(job);
+    watch_.lap(call.head_rows ? phases::kHead : phases::kRest);
+    if (call.phase_s) watch_.seconds(call.phase_s);
     return kOk;
   }
 
  private:
+  void lap(const Member& me, phases::Phase phase) {
+    if (me.index == 0) watch_.lap(phase);
+  }
+
   // ---- what must hold before any memory is touched
 
   Status check(const Call& call) const {
@@ -187,6 +195,10 @@ class Decoder {
     const Range mine = me.share(call.rows);
     for (int m = mine.begin; m < mine.end; ++m) {
       if (!starts_at_token(call, m)) continue;
+      if (model_.tied_panels) {
+        panels::unpack_row(model_.embedding, call.tokens[m], model_.hidden, hidden(call, m));
+        continue;
+      }
       const simd::bf16* from = model_.embedding + static_cast<size_t>(call.tokens[m]) * model_.hidden;
       for (int i = 0; i < model_.hidden; i += simd::kLanes)
         simd::store(hidden(call, m) + i, simd::load_bf16(from + i));
@@ -200,20 +212,23 @@ class Decoder {
     norm(call, me, w.input_norm, w.qkv, own);
     project_and_turn(call, me, w, own, loop, layer);
     me.wait();
+    lap(me, phases::kLinears);
     attend_share(call, me, loop, layer);
     me.wait();
+    lap(me, phases::kAttention);
     encode(me, attended_, call.rows, w.o, own, true);
     add_to_hidden(call, me, w.o, attended_, own, w.attention_out_norm);
     norm(call, me, w.post_norm, w.gate_up, own);
     gate(call, me, w.gate_up, own);
     me.wait();
+    lap(me, phases::kLinears);
     encode(me, gated_, call.rows, w.down, own, true);
     add_to_hidden(call, me, w.down, gated_, own, w.mlp_out_norm);
     if (call.layer_taps) copy_tap(call, me, call.layer_taps[(loop - call.loop_begin) * model_.layers + layer]);
   }
 
   // Ends with the states of the loop ready for every member.
-  void close_loop(const Call& call, const Member& me, int loop) const {
+  void close_loop(const Call& call, const Member& me, int loop) {
     if (model_.recurrent_norm) {
       const Range mine = me.share(call.rows);
       for (int m = mine.begin; m < mine.end; ++m)
@@ -232,6 +247,7 @@ class Decoder {
     const Range mine = rows_to_prepare(me, call.rows);
     for (int m = mine.begin; m < mine.end; ++m)
       rms_norm(hidden(call, m), weight, model_.hidden, model_.eps, own.normed.row(m));
+    lap(me, phases::kRest);
     encode(me, own.normed, call.rows, next, own, false);
     if (!alone(call.rows)) me.wait();
   }
@@ -260,7 +276,9 @@ class Decoder {
     me.deal(model_.query_heads + 2 * model_.kv_heads, 1, [&](Range heads) {
       apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
             [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
+      lap(me, phases::kLinears);
       turn_and_write(call, w, heads, loop, layer);
+      lap(me, phases::kRest);
     });
   }
 
@@ -323,6 +341,7 @@ class Decoder {
       });
     });
     me.wait();
+    lap(me, phases::kLinears);
   }
 
   void add_normed(const Call& call, const Member& me, const Linear& w, const Rows& from, const Prepared& own,
@@ -332,6 +351,7 @@ class Decoder {
             [this](int panel, int row, F16 y) { simd::store(branch_.row(row) + panel * panels::kColumns, y); });
     });
     me.wait();
+    lap(me, phases::kLinears);
     const Range mine = me.share(call.rows);
     for (int m = mine.begin; m < mine.end; ++m) {
       rms_norm(branch_.row(m), norm_weight, model_.hidden, model_.eps, branch_.row(m));
@@ -374,6 +394,7 @@ class Decoder {
     Prepared& own = prepared(me, call.head_rows);
     const Range mine = rows_to_prepare(me, call.head_rows);
     for (int r = mine.begin; r < mine.end; ++r) before_head(call, call.head_index[r], own.normed.row(r));
+    lap(me, phases::kRest);
     encode(me, own.normed, call.head_rows, w, own, false);
     if (!alone(call.head_rows)) me.wait();
     const auto write = [&](int panel, int row, F16 y) {
@@ -398,6 +419,7 @@ class Decoder {
   Buffer<float> scores_;
   size_t score_stride_ = 0;
   std::vector<int> cuts_;
+  phases::Stopwatch watch_;
 };
 
 }  // namespace forward

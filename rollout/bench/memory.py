@@ -1,0 +1,153 @@
+"""Peak memory of a process that hosts an engine, beside what it has to hold.
+
+``python -m rollout.bench.memory`` prints it for the embedded policy. A process of its own is measured, since
+a peak is of a whole life, loading included. Linux only: the numbers are the kernel's.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from controller.types import Assignment, RoundLoad, RoundPlan
+from drafters.config import DrafterConfig
+from rollout.config import EngineConfig, PolicyConfig
+from rollout.errors import UnsupportedError
+from rollout.types import Request, SamplingParams
+
+W4 = "w4"
+STATUS = Path("/proc/self/status")
+
+LARGEST_RATIO = 1.25
+"""What the process may hold at its peak, over weights, drafters and KV in use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryWork:
+    """What the engine does while it is watched: every other round drafts, where there is a drafter."""
+
+    batch: int = 32
+    prompt_tokens: int = 64
+    new_tokens: int = 32
+    gamma: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes of one process. Resident sizes are the kernel's, parts the engine's own count."""
+
+    baseline: int
+    """Resident before any weight was kept: interpreter, libraries, tokenizer."""
+
+    ready: int
+    """Resident when the engine was ready."""
+
+    peak: int
+    """The most that was ever resident, from the first instruction on."""
+
+    weights: int
+    drafters: int
+    kv_in_use: int
+    """At the round that used most."""
+
+    scratch: int
+
+    @property
+    def held(self) -> int:
+        """What has to be there."""
+        return self.weights + self.drafters + self.kv_in_use
+
+    @property
+    def ratio(self) -> float:
+        """The peak beyond the baseline, over what has to be there."""
+        return (self.peak - self.baseline) / self.held
+
+
+def memory_of_child(
+    policy: PolicyConfig, engine: EngineConfig, drafter: DrafterConfig, work: MemoryWork
+) -> MemoryUse:
+    """Return what a fresh process used that served ``work``. Raises ``UnsupportedError`` off Linux."""
+    if not STATUS.exists():
+        raise UnsupportedError(f"memory is measured on Linux only: there is no {STATUS}")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+        return child.submit(_serve, policy, engine, drafter, work).result()
+
+
+def _serve(
+    policy_config: PolicyConfig, engine_config: EngineConfig, drafter_config: DrafterConfig, work: MemoryWork
+) -> MemoryUse:
+    from rollout.engine.native.build import engine_of, weights_dtype
+    from rollout.policy.source import load_policy
+
+    policy = load_policy(policy_config, dtype=weights_dtype(engine_config))
+    baseline = _resident("VmRSS")
+    engine = engine_of(policy, engine_config, drafter_config)
+    vocab_size = policy.spec.vocab_size
+    del policy
+    ready = _resident("VmRSS")
+    for index in range(work.batch):
+        engine.add(_request(index, vocab_size, work))
+    kv_in_use, rounds = 0, 0
+    while engine.busy:
+        load = engine.load()
+        drafts = rounds % 2 == 1 and W4 in {t.name for t in engine.traits.drafters}
+        engine.run_round(_plan(load, work.gamma if drafts else 0))
+        kv_in_use = max(kv_in_use, engine.memory().kv_used)
+        rounds += 1
+    parts = engine.memory()
+    return MemoryUse(
+        baseline=baseline,
+        ready=ready,
+        peak=_resident("VmHWM"),
+        weights=parts.weights,
+        drafters=parts.drafters,
+        kv_in_use=kv_in_use,
+        scratch=parts.scratch,
+    )
+
+
+def _request(index: int, vocab_size: int, work: MemoryWork) -> Request:
+    # Unlike prompts, so that no page is shared.
+    ids = tuple((7919 * (index + 1) + 31 * i) % vocab_size for i in range(work.prompt_tokens))
+    params = SamplingParams(max_tokens=work.new_tokens, ignore_eos=True)
+    return Request(prompt_uid=f"p{index}", sample_index=0, prompt_ids=ids, params=params, seed=index)
+
+
+def _plan(load: RoundLoad, gamma: int) -> RoundPlan:
+    drafted = {s.key: Assignment(drafter=W4, gamma=gamma) for s in load.sequences} if gamma else {}
+    return RoundPlan(assignments=drafted, reason="memory")
+
+
+def _resident(name: str) -> int:
+    """Return ``VmRSS`` or ``VmHWM`` in bytes. ``ru_maxrss`` would count the parent's peak as well."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise UnsupportedError(f"{STATUS} has no {name}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the measure as JSON; 0 when the peak is within ``LARGEST_RATIO``."""
+    parser = argparse.ArgumentParser(prog="python -m rollout.bench.memory", description=__doc__)
+    parser.add_argument("--policy", default=PolicyConfig().source, help="a folder, or smollm2")
+    for name, value in asdict(MemoryWork()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    options = vars(parser.parse_args(argv))
+    source = options.pop("policy")
+    work = MemoryWork(**options)
+    context = work.prompt_tokens + work.new_tokens + 1
+    use = memory_of_child(
+        PolicyConfig(source=source),
+        EngineConfig(max_batch=work.batch, max_context_tokens=context),
+        DrafterConfig(names=(W4,)),
+        work,
+    )
+    sys.stdout.write(json.dumps({**asdict(use), "ratio": use.ratio, "work": asdict(work)}, indent=1) + "\n")
+    return 0 if use.ratio <= LARGEST_RATIO else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""What an engine keeps in memory, part by part."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """Bytes of one engine's parts."""
+
+    weights: int
+    """The policy's, each kept once."""
+
+    drafters: int
+    """What drafters' passes read. A head they share with the policy is counted with both."""
+
+    kv_used: int
+    """Pages that hold something now. The pool may be larger; a page takes memory once it is written."""
+
+    scratch: int
+    """Hidden states and logits of the widest forward so far, of the policy and of each drafter's model."""

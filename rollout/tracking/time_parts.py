@@ -1,0 +1,57 @@
+"""Where a round's time went, as parts that sum to it. Pure: the step's metrics and the report share it."""
+
+from typing import Protocol
+
+from controller.types import PassSeconds
+
+FORWARD = "forward"
+CHOICE = "token_choice"
+DRAFTING = "drafting"
+OTHER = "other"
+
+PARTS = ("linears", "attention", "head", "norms", FORWARD, CHOICE, DRAFTING, OTHER)
+"""Of the policy's forward the first four, or ``forward`` where what computes does not split it. ``norms`` is
+all of the forward that is none of the three before it; ``drafting`` is everything drafters do, forwards and
+choices included; ``other`` is Python: picking rows, calling, committing, and the facts themselves."""
+
+
+class Timed(Protocol):
+    """A round as far as its time is concerned: ``RoundFacts``, or a line of the journal."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole round."""
+        ...
+
+    @property
+    def draft_s(self) -> float:
+        """Until all drafts are there."""
+        ...
+
+    @property
+    def policy_pass(self) -> PassSeconds | None:
+        """The policy's forward and its choices."""
+        ...
+
+
+def time_parts(timed: Timed) -> dict[str, float]:
+    """Return seconds by part, in the order of ``PARTS``; empty when the engine did not say.
+
+    They sum to the round's time, because ``other`` is what is left of it.
+    """
+    passed = timed.policy_pass
+    if passed is None:
+        return {}
+    if passed.split is None:
+        parts = {FORWARD: passed.forward_s}
+    else:
+        split = passed.split
+        parts = {
+            "linears": split.linears_s,
+            "attention": split.attention_s,
+            "head": split.head_s,
+            "norms": split.rest_s,
+        }
+    parts |= {CHOICE: passed.choose_s, DRAFTING: timed.draft_s}
+    parts[OTHER] = timed.total_s - sum(parts.values())
+    return parts

@@ -1,0 +1,114 @@
+"""The prepared check of a CUDA machine: its own logic, on the CPU. What it finds there is not tested here."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.config import DrafterConfig
+from rollout.bench.device_costs import CostGrid, break_even_acceptance
+from rollout.config import EngineConfig, PolicyConfig
+from rollout.engine.native.build import build_engine
+from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.errors import ConfigError
+from rollout.proof.device import CHECKS, DeviceFinding, check_chooser, check_int4, check_noise, not_run
+from rollout.testing import save_tiny_folder
+
+no_cuda_here = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def gpu_check() -> ModuleType:
+    """The script as a module."""
+    path = Path(__file__).parents[3] / "scripts" / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _record(module: ModuleType, out: Path, *options: str) -> tuple[int, Mapping[str, Any]]:
+    code = module.main(["--out", str(out), *options])
+    return code, json.loads(out.read_text())
+
+
+@no_cuda_here
+def test_without_a_device_nothing_is_claimed(gpu_check: ModuleType, tmp_path: Path) -> None:
+    code, record = _record(gpu_check, tmp_path / "out.json")
+    assert (code, record["exit_code"]) == (2, 2)
+    assert set(record["parts"]) >= {*CHECKS, "costs"}
+    assert all(part["state"].startswith("not run: ") for part in record["parts"].values())
+    assert all(part["passed"] is None for part in record["parts"].values())
+
+
+@pytest.mark.slow
+def test_on_the_cpu_every_part_runs_and_passes(gpu_check: ModuleType, tmp_path: Path) -> None:
+    code, record = _record(gpu_check, tmp_path / "out.json", "--device", "cpu", "--tiny")
+    assert code == 0
+    for name in (*CHECKS, "costs"):
+        assert record["parts"][name]["state"] == "ran", record["parts"][name]
+    assert record["parts"]["speculation"]["facts"]["drafted_tokens"] > 0
+    grid = CostGrid(batches=(1, 2), contexts=(32,), gammas=(1, 3))
+    points = record["parts"]["costs"]["facts"]["points"]
+    assert [(p["batch"], p["context_tokens"]) for p in points] == [(1, 32), (2, 32)]
+    for point in points:
+        assert min(point["ar_ms"], point["draft_ms"]) > 0
+        assert [cost["gamma"] for cost in point["by_gamma"]] == list(grid.gammas)
+
+
+def test_one_failed_check_is_the_verdict_and_none_made_is_no_verdict(gpu_check: ModuleType) -> None:
+    passed = DeviceFinding(state="ran", passed=True)
+    failed = DeviceFinding(state="ran", passed=False)
+    reported = DeviceFinding(state="ran")
+    assert gpu_check.verdict_of({"a": passed, "b": reported, "c": not_run("no")}) == 0
+    assert gpu_check.verdict_of({"a": passed, "b": failed}) == 1
+    assert gpu_check.verdict_of({"a": reported, "b": not_run("no")}) == 2
+
+
+def test_the_checks_pass_where_device_and_reference_are_one() -> None:
+    for check in (check_noise, check_chooser):
+        assert check("cpu").passed is True
+    found = check_int4("cpu")
+    assert found.passed is True, found
+    # It is compared with something else: rounding to 4 bits would not agree to the last bit.
+    assert found.facts["int4"]["largest_relative_difference"] > 0
+
+
+@pytest.mark.parametrize(
+    ("gamma", "cost", "expected"),
+    [(1, 1.5, 0.5), (2, 1.75, 0.5), (3, 4.0, 1.0), (4, 0.9, 0.0), (2, 3.1, None)],
+)
+def test_break_even_is_where_tokens_are_worth_their_cost(
+    gamma: int, cost: float, expected: float | None
+) -> None:
+    found = break_even_acceptance(gamma, cost_over_ar=cost)
+    assert found == (None if expected is None else pytest.approx(expected, abs=1e-9))
+
+
+@no_cuda_here
+@pytest.mark.parametrize(("device", "fault"), [("cuda", "sees no CUDA device"), ("gpu", "is no device")])
+def test_a_device_that_is_not_there_is_refused_by_name(tmp_path: Path, device: str, fault: str) -> None:
+    save_tiny_folder(tmp_path)
+    config = EngineConfig(device=device, max_batch=1, max_context_tokens=32)
+    with pytest.raises(ConfigError, match=fault):
+        build_engine(PolicyConfig(source=str(tmp_path)), config, DrafterConfig(names=()))
+
+
+def test_fast_numerics_are_never_called_exact_for_passing_the_check_by_luck(tmp_path: Path) -> None:
+    save_tiny_folder(tmp_path)
+    traits = {}
+    for numerics in ("auto", "fast"):
+        config = EngineConfig(
+            decoder="torch", dtype="float32", numerics=numerics, max_batch=1, max_context_tokens=32
+        )
+        engine = build_engine(PolicyConfig(source=str(tmp_path)), config, DrafterConfig(names=()))
+        assert isinstance(engine._decoder, TorchDecoder)
+        traits[numerics] = (engine.traits.numerics, engine._decoder.row_invariant)
+    assert traits == {"auto": ("exact", True), "fast": ("fast", False)}
