@@ -123,7 +123,7 @@ class BenchConfig:
     """Pairs that count, per ratio. They are added until the 90% interval is narrower than half the margin."""
 
     margin_frac: float = 0.1
-    """Margin of a ratio that has no goal of its own."""
+    """Margin of a ratio between arms of our own that has no goal of its own."""
 
     max_minutes: float = 60.0
     """No repetition starts that would end later, and what is undecided then is said to be; 0: no limit."""

@@ -2,7 +2,8 @@
 
 The environment is what ``scripts/peers.sh`` makes. Every mode is one warm engine in its own process, with the
 engine inside that process (no second hop), compiled, the OpenMP library its own documentation asks for,
-and as many threads as ours. Its prefix cache is off, as ours is. Modes:
+and as many threads as ours. Its prefix cache is off, as ours is. Weights are bfloat16 where the processor
+multiplies it, else float32: there its kernels refuse bfloat16 and it falls back to slower ones. Modes:
 
 - ``vllm``: plain decoding, at the benchmark's temperature.
 - ``vllm_ngram``: its n-gram drafts. Greedy: with random sampling its CPU build reads temperatures that were
