@@ -103,7 +103,7 @@ class BenchConfig:
     step_gammas: tuple[int, ...] = (1, 3, 5, 7)
     """Of ``steps``: drafts per sequence, so that each has one more row to verify."""
 
-    max_batch_tokens: int = 16384
+    max_batch_tokens: int = 8192
     """``steps`` leaves out what has more context than this over the batch: its prompts take minutes."""
 
     max_verify_rows: int = 256

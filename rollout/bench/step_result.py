@@ -45,6 +45,9 @@ def steps_result(
         "arms": _arms(seen),
         "steps": [_step(cell, kind) for cell in seen for kind in sorted(cell.visits[0].timings)],
         "cliffs": [asdict(cliff) for cliff in find_cliffs([speed_point(cell) for cell in seen])],
+        "too_few_visits": {
+            cell.prefix: len(cell.visits) for cell in cells if len(cell.visits) < cell.min_visits
+        },
         "left_out": [asdict(spot) for spot in left_out],
         "conditions": {
             **conditions,
@@ -163,7 +166,10 @@ def steps_table(data: Mapping[str, Any]) -> str:
         said = f"<= {goals[name]['at_most']:g}: {goals[name]['verdict']}"
         lines.append(f"{name:<40}{median:>8}{interval:>17}{ratio['pairs']:>8}  {said}")
     lines += ["", *(_cliff_line(cliff) for cliff in data["cliffs"])]
-    if not data["cliffs"]:
+    short = data["too_few_visits"]
+    if short:
+        lines.append(f"visited too seldom, cliffs among them unknown: {', '.join(short)}")
+    elif not data["cliffs"]:
         lines.append("no drop of tokens/s over 10% between neighbours that the bounds do not explain")
     lines += [
         f"left out: batch {s['batch']} at {s['context_tokens']}: {s['reason']}" for s in data["left_out"]

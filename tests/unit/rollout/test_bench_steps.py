@@ -215,6 +215,7 @@ def test_ratios_goals_and_arms_have_the_shape_of_every_workload(written: dict[st
     for name, one in written["ratios"].items():
         assert one["pairs"] == len(one["values"]) == 2, name
         assert one["median"] == statistics.median(one["values"])
+    assert written["too_few_visits"] == {}
     assert set(written["arms"]) == {"ar", "verify", "w4_draft"}
     assert set(written["conditions"]["drafter_flops_per_s"]) == {"w4"}
     assert written["conditions"]["config"]["bench"]["batches"] == [1, 4]
@@ -227,6 +228,10 @@ def test_the_table_shows_every_line_ratio_and_what_was_left_out(written: dict[st
         assert f"\n{name} " in shown
     assert shown.count("w4_draft ") >= 4
     assert "left out: batch 4 at 4096" in shown
+    assert "no drop of tokens/s" in steps_table({**written, "cliffs": []})
+    cut = steps_table({**written, "cliffs": [], "too_few_visits": {"b4_c64_": 1}})
+    assert "visited too seldom, cliffs among them unknown: b4_c64_\n" in cut
+    assert "no drop" not in cut
     cliff = asdict(find_cliffs([point(1, 128, 100, 100), point(2, 128, 50, 100)])[0])
     assert "cliff over batch: batch 1 to 2, context 128: 50% fewer" in steps_table(
         {**written, "cliffs": [cliff]}
