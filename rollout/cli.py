@@ -59,6 +59,8 @@ COMMANDS = {
         examples=(
             "taildraft bench workload=drain out=drain.json",
             "taildraft bench workload=fixed batches=[1,2]",
+            "taildraft bench workload=steps max_minutes=8",
+            "taildraft bench workload=peers batches=[1,4] max_minutes=8",
         ),
     ),
     "report": Command(

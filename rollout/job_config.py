@@ -62,21 +62,24 @@ class VerifyConfig:
 class BenchConfig:
     """What ``taildraft bench`` measures."""
 
-    workload: Literal["drain", "fixed"] = "drain"
-    """``drain``: a batch runs empty; ``fixed``: equal lengths at each of ``batches``."""
+    workload: Literal["drain", "fixed", "steps", "peers"] = "drain"
+    """``drain``: a batch runs empty; ``fixed``: equal lengths at each of ``batches``; ``steps``: what single
+    rounds cost beside their bounds; ``peers``: equal lengths through other engines, beside ours."""
 
     out: str | None = None
     """Write the results here, as JSON; None: ``bench.json`` in the run's folder."""
 
     arms: tuple[str, ...] = ()
     """Empty: all of the workload. ``ar`` must be among them, everything is compared with it; others are
-    ``hf``, the names of the drafters (always on, ``gamma`` tokens) and ``auto``."""
+    ``hf``, the names of the drafters (always on, ``gamma`` tokens) and ``auto``; of ``peers`` they are
+    ``hf``, ``vllm`` and ``vllm_ngram``."""
 
     laws: tuple[Literal["natural", "trace"], ...] = ("trace", "natural")
     """Of ``drain``. ``natural``: to the end-of-sequence id; ``trace``: seeded lognormal lengths."""
 
     grids: tuple[Literal["on", "off"], ...] = ("on", "off")
-    """``on``: the policy as it is; ``off``: moved off its 4-bit grid (``policy.offgrid``)."""
+    """``on``: the policy as it is; ``off``: moved off its 4-bit grid (``policy.offgrid``). ``steps`` and
+    ``peers`` take it as it is: what a round costs does not depend on it."""
 
     prompts: int = 32
     """Rows of ``drain``, all submitted at once."""
@@ -88,11 +91,26 @@ class BenchConfig:
     trace_sigma: float = 1.1
     """Of the logarithm of the length."""
 
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Of ``fixed``."""
+    batches: tuple[int, ...] = ()
+    """Of all but ``drain``; empty: the workload's own, ``OWN_BATCHES``."""
 
     fixed_tokens: int = 128
-    """New tokens of every row in ``fixed``."""
+    """New tokens of every row in ``fixed`` and ``peers``."""
+
+    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    """Of ``steps``: tokens of every sequence before its rounds are timed."""
+
+    step_gammas: tuple[int, ...] = (1, 3, 5, 7)
+    """Of ``steps``: drafts per sequence, so that each has one more row to verify."""
+
+    max_batch_tokens: int = 8192
+    """``steps`` leaves out what has more context than this over the batch: its prompts take minutes."""
+
+    max_verify_rows: int = 256
+    """``steps`` verifies no more rows than this at once: far beyond the ridge cost is one line."""
+
+    peers_env: str | None = None
+    """The environment ``scripts/peers.sh`` made; None: ``.venv-peers`` in the checkout."""
 
     gamma: int = 4
     """Draft tokens of the fixed arms of ``drain``, and of those of ``fixed`` that no pilot chooses."""
@@ -105,7 +123,7 @@ class BenchConfig:
     """Pairs that count, per ratio. They are added until the 90% interval is narrower than half the margin."""
 
     margin_frac: float = 0.1
-    """Margin of a ratio that has no goal of its own."""
+    """Margin of a ratio between arms of our own that has no goal of its own."""
 
     max_minutes: float = 60.0
     """No repetition starts that would end later, and what is undecided then is said to be; 0: no limit."""
@@ -121,10 +139,12 @@ class BenchConfig:
             cap_tokens=1,
             fixed_tokens=1,
             gamma=1,
+            max_batch_tokens=1,
+            max_verify_rows=1,
         )
-        for name in ("laws", "grids", "batches", "pilot_gammas"):
+        for name in ("laws", "grids", "pilot_gammas", "contexts", "step_gammas", "batches"):
             values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
+            if len(set(values)) < len(values) or not (values or name == "batches"):
                 raise ConfigError(f"bench.{name} must name something, each once, got {list(values)}")
         if self.arms and "ar" not in self.arms:
             raise ConfigError(f"bench.arms must include 'ar', got {list(self.arms)}")
@@ -133,6 +153,20 @@ class BenchConfig:
                 "bench.min_pairs must be >= 2 and bench.max_pairs no smaller, "
                 f"got {self.min_pairs} and {self.max_pairs}"
             )
+
+    @property
+    def batches_run(self) -> tuple[int, ...]:
+        """The batches of this workload."""
+        return self.batches or OWN_BATCHES[self.workload]
+
+
+OWN_BATCHES: Mapping[str, tuple[int, ...]] = {
+    "drain": (),
+    "fixed": (1, 2, 4, 8, 16, 32),
+    "steps": (1, 2, 4, 8, 16, 32, 64),
+    "peers": (1, 4, 16, 32),
+}
+"""What each workload of ``bench`` runs at when ``batches`` names nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

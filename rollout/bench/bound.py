@@ -21,6 +21,43 @@ class Peaks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The least seconds some work can take on a machine, by what limits it."""
+
+    bytes_s: float
+    flops_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The larger of the two: moving and computing may overlap whole."""
+        return max(self.bytes_s, self.flops_s)
+
+    @property
+    def bound_by(self) -> Literal["bytes", "flops"]:
+        """What limits it."""
+        return "bytes" if self.bytes_s >= self.flops_s else "flops"
+
+
+def bounds(
+    shape: PartShape,
+    peaks: Peaks,
+    *,
+    rows: float,
+    read_tokens: float,
+    context_tokens: float,
+    forwards: int = 1,
+) -> Bounds:
+    """Return the bounds of ``forwards`` forwards of a part, from sums over them.
+
+    Weights are read once a forward. ``read_tokens`` is the context read: rows of one sequence share it.
+    ``context_tokens`` counts it once per row: each row computes its own attention.
+    """
+    moved = forwards * shape.weight_bytes + shape.kv_bytes_per_token * read_tokens
+    maths = shape.flops_per_row * rows + shape.flops_per_context_token * context_tokens
+    return Bounds(bytes_s=moved / peaks.read_bytes_per_s, flops_s=maths / peaks.flops_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPoint:
     """Plain decoding at one batch."""
 
@@ -39,9 +76,14 @@ def saturation(plain_by_batch: Mapping[int, Totals], policy: PartShape, peaks: P
     """Return one point per batch, by batch. Weights are read once a round, every context once."""
     points = []
     for batch, totals in sorted(plain_by_batch.items()):
-        moved = totals.rounds * policy.weight_bytes + policy.kv_bytes_per_token * totals.context_tokens
-        maths = policy.flops_per_row * totals.rows + policy.flops_per_context_token * totals.context_tokens
-        bytes_s, flops_s = moved / peaks.read_bytes_per_s, maths / peaks.flops_per_s
+        least = bounds(
+            policy,
+            peaks,
+            rows=totals.rows,
+            read_tokens=totals.context_tokens,
+            context_tokens=totals.context_tokens,
+            forwards=totals.rounds,
+        )
         points.append(
             BatchPoint(
                 batch=batch,
@@ -49,8 +91,8 @@ def saturation(plain_by_batch: Mapping[int, Totals], policy: PartShape, peaks: P
                 round_ms=1e3 * totals.seconds / totals.rounds,
                 tokens_per_s=totals.committed / totals.seconds,
                 mean_context_tokens=totals.context_tokens / totals.rows,
-                bound_frac=max(bytes_s, flops_s) / totals.seconds,
-                bound_by="bytes" if bytes_s >= flops_s else "flops",
+                bound_frac=least.seconds / totals.seconds,
+                bound_by=least.bound_by,
             )
         )
     return points

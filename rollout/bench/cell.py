@@ -1,21 +1,22 @@
 """One cell of a benchmark: some work, one policy, its arms, and the ratios between them.
 
 A repetition runs every arm some open ratio still needs: our own in lockstep, in an order shuffled by seed,
-and the foreign one before or after them, so that what is compared ran within the same minute.
+and each foreign one before or after them, so that what is compared ran within the same minute.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from controller.types import AR
 from rollout.bench.arms import ArmSpec, EngineArms, Run, TextGuard, Work, timed
-from rollout.bench.hf_arm import HfArm, Pilot
+from rollout.bench.foreign import Foreign
 from rollout.bench.pairing import PairedRatio, Timed
+from rollout.bench.schedule import Note
 from rollout.bench.summary import RoundSummary
 
 HF = "hf"
-Note = Callable[[str], None]
 """Hears what runs now."""
 
 
@@ -32,13 +33,14 @@ class Cell:
     ratios: list[PairedRatio]
     seed: int
     cap_tokens: int
-    hf: HfArm | None = None
+    foreign: dict[str, Foreign] = field(default_factory=dict)
+    """By arm."""
+
     tune: Callable[["Cell", Note], None] | None = None
     """Settles what is chosen by a pilot, after the reference run and before anything is timed."""
 
-    hf_pilot: Pilot | None = None
-    pilot: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What ``tune`` measured: by arm, by choice, seconds."""
+    pilot: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By arm, what pilots found: of ``tune`` seconds by choice, of a foreign arm what it says itself."""
 
     makespans: dict[str, list[float]] = field(default_factory=dict)
     """Seconds by arm, one per repetition, dropped pairs included."""
@@ -56,6 +58,11 @@ class Cell:
         """Whether another repetition would help some ratio."""
         return any(ratio.wants_pairs for ratio in self.ratios)
 
+    @property
+    def settled(self) -> bool:
+        """Whether every ratio is known well enough."""
+        return all(ratio.settled for ratio in self.ratios)
+
     def prepare(self, note: Note) -> None:
         """Take the reference text in a full lockstep that is not counted, and run the pilots.
 
@@ -69,10 +76,12 @@ class Cell:
                 self.guard.check(name, run.texts)
         if self.tune is not None:
             self.tune(self, note)
-        if self.hf is not None:
-            note(f"{self.prefix}{HF}: pilot")
+        for name, engine in self.foreign.items():
+            note(f"{self.prefix}{name}: pilot")
             work = self.work
-            self.hf_pilot = self.hf.choose(work.prompts, self.guard.lengths, temperature=work.temperature)
+            found = engine.prepare(work.prompts, self.guard.lengths, temperature=work.temperature)
+            if found:
+                self.pilot[name] = found
 
     def checked(self, spec: ArmSpec) -> Run:
         """Run an arm of our own; its text must be the reference. Raises ``TextDiffersError``."""
@@ -85,24 +94,25 @@ class Cell:
         open_ratios = [ratio for ratio in self.ratios if ratio.wants_pairs]
         needed = {name for ratio in open_ratios for name in (ratio.claim.a, ratio.claim.b)}
         times: dict[str, Timed] = {}
-        order = self._order(needed)
-        ours = [name for name in order if name != HF]
-        if order[0] == HF:
-            times[HF] = self._replay(note)
+        before, ours, after = self._order(needed)
+        for name in before:
+            times[name] = self._replay(name, note)
         times |= self._in_lockstep(ours, note)
-        if order[-1] == HF:
-            times[HF] = self._replay(note)
+        for name in after:
+            times[name] = self._replay(name, note)
         self.repetitions += 1
         for ratio in open_ratios:
             ratio.add(times[ratio.claim.a], times[ratio.claim.b])
 
-    def _order(self, needed: set[str]) -> list[str]:
+    def _order(self, needed: set[str]) -> tuple[list[str], list[str], list[str]]:
+        """Return foreign arms that go first, our own, and foreign arms that follow."""
         rng = random.Random(f"{self.seed}/{self.prefix}/{self.repetitions}")
-        order = sorted(needed - {HF})
-        rng.shuffle(order)
-        if HF in needed:
-            order.insert(rng.choice((0, len(order))), HF)
-        return order
+        ours = sorted(needed - set(self.foreign))
+        others = sorted(needed & set(self.foreign))
+        rng.shuffle(ours)
+        rng.shuffle(others)
+        before = [name for name in others if rng.random() < 0.5]
+        return before, ours, [name for name in others if name not in before]
 
     def _in_lockstep(self, names: list[str], note: Note) -> dict[str, Timed]:
         note(f"{self.prefix}{', '.join(names)}: repetition {self.repetitions + 1}")
@@ -114,16 +124,14 @@ class Cell:
             self.makespans.setdefault(name, []).append(run.timed.makespan_s)
         return {name: run.timed for name, run in runs.items()}
 
-    def _replay(self, note: Note) -> Timed:
-        hf, pilot, work = self.hf, self.hf_pilot, self.work
-        assert hf is not None, "a ratio asks for the foreign arm, and there is none"
-        assert pilot is not None, "prepare comes first"
-        note(f"{self.prefix}{HF}: repetition {self.repetitions + 1}")
+    def _replay(self, name: str, note: Note) -> Timed:
+        engine, work = self.foreign[name], self.work
+        note(f"{self.prefix}{name}: repetition {self.repetitions + 1}")
         lengths = self.guard.lengths
 
         def replay() -> float:
-            return hf.replay(work.prompts, lengths, temperature=work.temperature, way=pilot.chosen)
+            return engine.replay(work.prompts, lengths, temperature=work.temperature)
 
         makespan_s, pace_s = timed(self.arms.engine, replay)
-        self.makespans.setdefault(HF, []).append(makespan_s)
+        self.makespans.setdefault(name, []).append(makespan_s)
         return Timed(makespan_s=makespan_s, pace_s=pace_s)

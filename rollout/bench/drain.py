@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rollout.bench.arms import Work, arm_specs
 from rollout.bench.cell import HF, Cell
+from rollout.bench.foreign import HfReplay
 from rollout.bench.grids import AUTO, Grid
 from rollout.bench.hf_arm import HfArm
 from rollout.bench.lengths import trace_lengths
@@ -49,7 +50,7 @@ def _cell(job: JobConfig, grid: Grid, law: str, arms: Sequence[str], hf: HfArm |
         ratios=[PairedRatio(c, min_pairs=bench.min_pairs, max_pairs=bench.max_pairs) for c in claims],
         seed=job.seed,
         cap_tokens=bench.cap_tokens,
-        hf=hf,
+        foreign={} if hf is None else {HF: HfReplay(arm=hf)},
     )
 
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 
 from rollout.bench.arms import Work, arm_specs, fixed_arm
-from rollout.bench.cell import Cell, Note
+from rollout.bench.cell import Cell
 from rollout.bench.drain import check_context
 from rollout.bench.grids import AUTO, Grid
 from rollout.bench.pairing import Claim, PairedRatio
 from rollout.bench.prompts import prompt_ids
+from rollout.bench.schedule import Note
 from rollout.job_config import JobConfig
 
 W4 = "w4"
@@ -31,7 +32,7 @@ PILOT_FINALISTS = 2
 
 def fixed_cells(job: JobConfig, grids: Sequence[Grid], arms: Sequence[str]) -> list[Cell]:
     """Return one cell per batch and grid."""
-    return [_cell(job, grid, batch, arms) for grid in grids for batch in job.bench.batches]
+    return [_cell(job, grid, batch, arms) for grid in grids for batch in job.bench.batches_run]
 
 
 def _cell(job: JobConfig, grid: Grid, batch: int, arms: Sequence[str]) -> Cell:

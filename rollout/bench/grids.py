@@ -1,6 +1,7 @@
 """The policies a benchmark runs on: as it is, and moved off its 4-bit grid."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,6 +11,7 @@ from controller.calibration import Calibration
 from controller.types import AR
 from rollout.bench.arms import EngineArms
 from rollout.bench.cell import HF
+from rollout.bench.vllm_arm import SPECULATIVE
 from rollout.calibration.store import load_or_calibrate
 from rollout.config import EngineConfig
 from rollout.cores import usable_cores
@@ -59,17 +61,24 @@ def resolved_engine(job: JobConfig, *, rows: int) -> EngineConfig:
 
 def chosen_arms(job: JobConfig) -> tuple[str, ...]:
     """Return the arms to run, ``ar`` first. Raises ``ConfigError`` for a name that is none."""
-    fixed = job.bench.workload == "fixed"
-    known = (AR, *job.drafter.names, AUTO, *(() if fixed else (HF,)))
+    workload = job.bench.workload
+    known = _known_arms(workload, job.drafter.names)
     unknown = [name for name in job.bench.arms if name not in known]
     if unknown:
         raise ConfigError(
-            f"bench.arms: no arm {', '.join(unknown)} in workload {job.bench.workload}; "
-            f"there are: {', '.join(known)}"
+            f"bench.arms: no arm {', '.join(unknown)} in workload {workload}; there are: {', '.join(known)}"
         )
     # Free drafts at a fixed length are no claim of ``fixed``: left out unless asked for.
-    default = [name for name in known if not (fixed and name == HISTORY)]
+    default = [name for name in known if not (workload == "fixed" and name == HISTORY)]
     return tuple(name for name in known if name in (job.bench.arms or default))
+
+
+def _known_arms(workload: str, drafters: Sequence[str]) -> tuple[str, ...]:
+    if workload == "peers":
+        return (AR, HF, *SPECULATIVE)
+    if workload == "steps":
+        return (AR, *(name for name in drafters if name != HISTORY))
+    return (AR, *drafters, AUTO, *((HF,) if workload == "drain" else ()))
 
 
 def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "off"]) -> Grid:

@@ -64,14 +64,14 @@ class MemorySpeed:
         return self.bytes_per_s[-1]
 
 
-def kernel_rate(engine: NativeEngine) -> float:
-    """Return the operations per second of the policy's own forward at many rows, best of a few."""
+def kernel_rate(engine: NativeEngine, part: str = POLICY) -> float:
+    """Return the operations per second of a part's own forward at many rows, best of a few."""
     sequences = engine.traits.max_batch
     rows = RATE_ROWS_PER_SEQUENCE * sequences
     best_s = min(
-        engine.time_forward(POLICY, rows=rows, context_tokens=8, sequences=sequences) for _ in range(4)
+        engine.time_forward(part, rows=rows, context_tokens=8, sequences=sequences) for _ in range(4)
     )
-    return engine.part_shapes()[POLICY].flops_per_row * rows / best_s
+    return engine.part_shapes()[part].flops_per_row * rows / best_s
 
 
 def machine() -> dict[str, Any]:

@@ -63,3 +63,23 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase | None", count: int) -> list[
         )
         for text in PROMPTS[:count]
     ]
+
+
+def long_prompts(
+    tokenizer: "PreTrainedTokenizerBase | None", count: int, tokens: int, *, vocab_size: int
+) -> list[tuple[int, ...]]:
+    """Return ``count`` prompts of exactly ``tokens`` ids, each another text from its first id on.
+
+    They are the prompts of ``PROMPTS`` in turn, beginning at another one each. A shorter one is the beginning
+    of a longer one of the same row, so that the pages of the one serve the other. Raises ``ConfigError``.
+    """
+    texts = prompt_ids(tokenizer, len(PROMPTS))
+    prompts = []
+    for row in range(count):
+        ids = [row % vocab_size]  # no two rows may share a page: together they would read it once
+        turn = row
+        while len(ids) < tokens:
+            ids.extend(texts[turn % len(texts)])
+            turn += 1
+        prompts.append(tuple(ids[:tokens]))
+    return prompts

@@ -10,7 +10,7 @@ from typing import Any
 
 from controller.types import AR, POLICY
 from rollout.bench.bound import Peaks, saturation, tail_shares
-from rollout.bench.cell import HF, Cell
+from rollout.bench.cell import Cell
 from rollout.bench.lengths import summarize
 from rollout.bench.pairing import PairedRatio
 from rollout.bench.summary import RoundSummary
@@ -57,7 +57,7 @@ def result(
             for cell in cells
             if AR in summaries[cell.prefix]
         },
-        "pilots": {cell.prefix: pilots for cell in cells if (pilots := _pilots(cell))},
+        "pilots": {cell.prefix: dict(cell.pilot) for cell in cells if cell.pilot},
         "conditions": conditions,
     }
 
@@ -67,7 +67,7 @@ def _merged(cell: Cell) -> dict[str, RoundSummary]:
 
 
 def _arm_names(cell: Cell) -> list[str]:
-    return [*cell.specs, *([HF] if cell.hf is not None else [])]
+    return [*cell.specs, *cell.foreign]
 
 
 def _goals(ratios: Sequence[PairedRatio]) -> list[Json]:
@@ -125,7 +125,7 @@ def _arm(cell: Cell, name: str, summary: RoundSummary | None) -> Json:
         "tokens": tokens,
         "tokens_per_s": tokens / statistics.median(times) if times and tokens else None,
     }
-    if name == HF:
+    if name in cell.foreign:
         return out
     out["gamma"] = cell.specs[name].controller.gamma if cell.specs[name].controller.kind == "fixed" else None
     out["identical_texts"] = cell.guard.runs_by_arm.get(name, 0)
@@ -176,13 +176,6 @@ def _plain(cell: Cell, summary: RoundSummary, peaks: Peaks) -> Json:
         "time_share_at_batch_at_most": {str(batch): share for batch, share in shares.items()},
         "by_batch": [asdict(point) for point in saturation(summary.plain_by_batch, shape, peaks)],
     }
-
-
-def _pilots(cell: Cell) -> Json:
-    out: Json = {name: dict(seconds) for name, seconds in cell.pilot.items()}
-    if cell.hf_pilot is not None:
-        out[HF] = asdict(cell.hf_pilot)
-    return out
 
 
 def table(data: Mapping[str, Any]) -> str:

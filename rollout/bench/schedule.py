@@ -1,16 +1,39 @@
 """The measuring loop: repetitions over all open cells in turn, until every ratio is settled or time is up."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
-from rollout.bench.cell import Cell, Note
+Note = Callable[[str], None]
+"""Hears what is being run, once per run."""
 
 Ending = Literal["settled", "max_pairs", "max_minutes"]
 """Why no more pairs were run."""
 
 
+class Repeated(Protocol):
+    """Something that is measured again and again until it is known well enough."""
+
+    @property
+    def prefix(self) -> str:
+        """Its name, unique."""
+
+    @property
+    def open(self) -> bool:
+        """Whether another repetition would help."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether all it claims is known well enough."""
+
+    def prepare(self, note: Note) -> None:
+        """Do what comes before the first repetition."""
+
+    def repeat(self, note: Note) -> None:
+        """Make one repetition."""
+
+
 def measure(
-    cells: Sequence[Cell],
+    cells: Sequence[Repeated],
     *,
     limit_s: float,
     clock: Callable[[], float],
@@ -44,5 +67,4 @@ def measure(
         if not ran:
             if cut:
                 return "max_minutes"
-            settled = all(ratio.settled for cell in cells for ratio in cell.ratios)
-            return "settled" if settled else "max_pairs"
+            return "settled" if all(cell.settled for cell in cells) else "max_pairs"

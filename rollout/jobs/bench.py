@@ -1,81 +1,120 @@
-"""``taildraft bench``: our arms and the foreign one, interleaved and compared pair by pair, as one JSON.
+"""``taildraft bench``: our arms and foreign ones, interleaved and compared, as one JSON per workload.
 
 A result is data: the exit code says whether it could be measured, goals are reported. The one thing that
 fails is a text that differs between two runs of our own.
 """
 
 import gc
-import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 
-from controller.calibration import Calibration
+from rollout.bench.book import Book, result_path
 from rollout.bench.bound import Peaks
-from rollout.bench.cell import HF, Cell
+from rollout.bench.cell import HF
 from rollout.bench.drain import drain_cells
 from rollout.bench.fixed import fixed_cells
-from rollout.bench.grids import Grid, chosen_arms, offgrid_change, open_grid, resolved_engine
+from rollout.bench.grids import Grid, chosen_arms, open_grid, resolved_engine
 from rollout.bench.hf_arm import HfArm
-from rollout.bench.machine import MemorySpeed, commit, kernel_rate, machine, versions
+from rollout.bench.peers import longest_row, open_peers, peers_cells, peers_lines, with_peers
 from rollout.bench.result import Json, result, table
-from rollout.bench.schedule import measure
+from rollout.bench.schedule import Ending, Repeated, measure
+from rollout.bench.step_result import steps_result, steps_table
+from rollout.bench.steps import parts_timed, steps_cells, steps_engine
 from rollout.config import EngineConfig
-from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
 from rollout.progress import Progress, say
-from rollout.settings import to_plain
 
-RESULT_FILE = "bench.json"
-
-SAMPLE_EVERY_S = 20.0
-"""Between measurements of memory and kernel speed: they take up to two seconds, and memory speed changes
-over minutes."""
+Tell = Callable[[Json, Peaks, Ending | None], Json]
+"""Makes the result from conditions and peaks; the ending is None while it still runs."""
 
 
 def main(job: JobConfig) -> int:
     """Measure, write the JSON after every repetition, and show the table. Returns 0."""
+    if job.bench.workload == "steps":
+        return _steps(job)
+    if job.bench.workload == "peers":
+        return _peers(job)
+    return _arms(job)
+
+
+def _arms(job: JobConfig) -> int:
+    """Run workload ``drain`` or ``fixed``."""
     bench = job.bench
-    rows = bench.prompts if bench.workload == "drain" else max(bench.batches)
-    engine_config = resolved_engine(job, rows=rows)
+    drains = bench.workload == "drain"
+    engine_config = resolved_engine(job, rows=bench.prompts if drains else max(bench.batches_run))
     arms = chosen_arms(job)
-    out = _result_path(job)
-    torch.set_num_threads(engine_config.threads)
-    with Progress("opening policies", total=len(bench.grids), unit="policies") as progress:
-        grids = []
-        for which in bench.grids:
-            grids.append(open_grid(job, engine_config, which))
-            progress.advance()
-        hf = _foreign_arm(grids, engine_config) if HF in arms else None
-    cells = drain_cells(job, grids, arms, hf) if bench.workload == "drain" else fixed_cells(job, grids, arms)
-    book = _Book(job, engine_config, grids, cells, hf, out)
-    gc.freeze()  # what lives until the end need not be walked before every run
-    with Progress(f"bench {bench.workload}", unit="runs") as progress:
+    out = result_path(job)
+    grids = _open(job, engine_config, bench.grids)
+    hf = _foreign_arm(grids, engine_config) if HF in arms else None
+    cells = drain_cells(job, grids, arms, hf) if drains else fixed_cells(job, grids, arms)
 
-        def note(what: str) -> None:
-            progress.advance(note=what)
+    def tell(conditions: Json, peaks: Peaks, ending: Ending | None) -> Json:
+        return result(cells, workload=bench.workload, conditions=conditions, peaks=peaks, ending=ending)
 
-        ending = measure(
-            cells,
-            limit_s=60 * bench.max_minutes,
-            clock=time.monotonic,
-            note=note,
-            before_repetition=book.sample,
-            after_repetition=book.write,
-        )
-    book.sample()
-    data = book.write(ending=ending)
-    for opened in grids:
-        opened.arms.close()
-    say(f"written: {os.path.relpath(out)} ({ending})")
+    data = _measured(job, cells, Book(job, engine_config, grids, out, hf=hf), tell)
+    _close(grids)
     sys.stdout.write(table(data))
     return 0
+
+
+def _steps(job: JobConfig) -> int:
+    """Run workload ``steps``."""
+    engine_config = steps_engine(job)
+    arms = chosen_arms(job)
+    out = result_path(job)
+    grids = _open(job, engine_config, ("on",))
+    book = Book(job, engine_config, grids, out, parts=parts_timed(arms))
+    cells, left_out = steps_cells(job, grids[0], arms, memory=book.memory, rate_of=book.rate)
+
+    def tell(conditions: Json, peaks: Peaks, ending: Ending | None) -> Json:
+        return steps_result(cells, left_out, conditions=conditions, ending=ending)
+
+    data = _measured(job, cells, book, tell)
+    _close(grids)
+    sys.stdout.write(steps_table(data))
+    return 0
+
+
+def _peers(job: JobConfig) -> int:
+    """Run workload ``peers``. Opening peers takes minutes, and counts towards ``bench.max_minutes``."""
+    started_s = time.monotonic()
+    engine_config = resolved_engine(job, rows=max(job.bench.batches_run))
+    arms = chosen_arms(job)
+    out = result_path(job)
+    (grid,) = grids = _open(job, engine_config, ("on",))
+    longest = longest_row(job, grid)
+    with Progress("opening peers: one to two minutes each", unit="peers"):
+        peers = open_peers(job, arms, grid.policy.folder, threads=engine_config.threads, longest=longest)
+    try:
+        cells = peers_cells(job, grid, peers)
+
+        def tell(conditions: Json, peaks: Peaks, ending: Ending | None) -> Json:
+            data = result(cells, workload="peers", conditions=conditions, peaks=peaks, ending=ending)
+            return with_peers(data, job, peers)
+
+        book = Book(job, engine_config, grids, out, hf=peers.hf)
+        data = _measured(job, cells, book, tell, spent_s=time.monotonic() - started_s)
+    finally:
+        peers.close()
+        _close(grids)
+    sys.stdout.write(table(data) + peers_lines(data))
+    return 0
+
+
+def _open(job: JobConfig, engine_config: EngineConfig, which: Sequence[Literal["on", "off"]]) -> list[Grid]:
+    torch.set_num_threads(engine_config.threads)
+    grids = []
+    with Progress("opening policies", total=len(which), unit="policies") as progress:
+        for grid in which:
+            grids.append(open_grid(job, engine_config, grid))
+            progress.advance()
+    return grids
 
 
 def _foreign_arm(grids: Sequence[Grid], engine_config: EngineConfig) -> HfArm | None:
@@ -84,112 +123,38 @@ def _foreign_arm(grids: Sequence[Grid], engine_config: EngineConfig) -> HfArm | 
     return HfArm(folders[0], threads=engine_config.threads) if folders else None
 
 
-class _Book:
-    """Keeps what the result says of its conditions, and writes the result."""
+def _measured(
+    job: JobConfig, cells: Sequence[Repeated], book: Book, tell: Tell, *, spent_s: float = 0.0
+) -> Json:
+    """Run the measuring loop and return the complete result; it is on disk after every repetition.
 
-    def __init__(
-        self,
-        job: JobConfig,
-        engine_config: EngineConfig,
-        grids: Sequence[Grid],
-        cells: Sequence[Cell],
-        hf: HfArm | None,
-        out: Path,
-    ) -> None:
-        self._job, self._cells, self._out = job, cells, out
-        self._memory = MemorySpeed()
-        self._rates: list[float] = []
-        self._sampled_s = -SAMPLE_EVERY_S
-        self._engine = grids[0].arms.engine
-        self._started_s = time.monotonic()
-        self._fixed = _conditions(job, engine_config, grids, hf)
+    ``spent_s`` of the time allowed has passed already.
+    """
+    allowed_s = 60 * job.bench.max_minutes
+    gc.freeze()  # what lives until the end need not be walked before every run
+    with Progress(f"bench {job.bench.workload}", unit="runs") as progress:
 
-    def sample(self) -> None:
-        """Measure memory and kernel speed, unless that was done a moment ago; nothing else may run."""
-        if time.monotonic() - self._sampled_s < SAMPLE_EVERY_S:
-            return
-        self._sampled_s = time.monotonic()
-        self._memory.measure()
-        self._rates.append(kernel_rate(self._engine))
+        def note(what: str) -> None:
+            progress.advance(note=what)
 
-    def write(self, *, ending: str | None = None) -> Json:
-        """Write the result as it stands and return it."""
-        if not self._rates:
-            self.sample()
-        memory, rates = self._memory, self._rates
-        peaks = Peaks(read_bytes_per_s=max(memory.bytes_per_s), flops_per_s=max(rates))
-        conditions = {
-            **self._fixed,
-            "memory_read": {"bytes_per_s": memory.bytes_per_s, "at_s": memory.at_s},
-            "kernel_flops_per_s": rates,
-            "peaks": asdict(peaks),
-            "elapsed_s": time.monotonic() - self._started_s,
-            "load_average_at_end": list(os.getloadavg()),
-        }
-        data = result(
-            self._cells,
-            workload=self._job.bench.workload,
-            conditions=conditions,
-            peaks=peaks,
-            ending=ending,
+        ending = measure(
+            cells,
+            limit_s=max(1.0, allowed_s - spent_s) if allowed_s else 0.0,  # 0 is no limit
+            clock=time.monotonic,
+            note=note,
+            before_repetition=book.sample,
+            after_repetition=lambda: book.write(partial(_running, tell)),
         )
-        scratch = self._out.with_name(f".{self._out.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(data, indent=1) + "\n")
-        scratch.replace(self._out)
-        return data
+    book.sample()
+    data = book.write(lambda conditions, peaks: tell(conditions, peaks, ending))
+    say(f"written: {os.path.relpath(book.out)} ({ending})")
+    return data
 
 
-def _conditions(
-    job: JobConfig, engine_config: EngineConfig, grids: Sequence[Grid], hf: HfArm | None
-) -> dict[str, Any]:
-    plain = to_plain(replace(job, engine=engine_config, bench=replace(job.bench, out=None)))
-    by_grid = {grid.grid: grid for grid in grids}
-    change = offgrid_change(by_grid["on"].policy, by_grid["off"].policy) if len(by_grid) == 2 else None
-    return {
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "threads": engine_config.threads,
-        # Where this machine keeps things says nothing about the numbers.
-        "config": {name: value for name, value in plain.items() if name not in ("output_dir", "run_id")},
-        "policies": {
-            grid.grid: {
-                "weights": grid.policy.checksum,
-                "fingerprint": grid.arms.engine.fingerprint,
-                "numerics": grid.arms.engine.traits.numerics,
-            }
-            for grid in grids
-        },
-        "calibrations": {
-            grid.grid: None if grid.calibration is None else told(grid.calibration) for grid in grids
-        },
-        "offgrid_perplexity": None if change is None else {**asdict(change), "ratio": change.ratio},
-        "hf_dtype": None if hf is None else str(hf.dtype).removeprefix("torch."),
-        "interleaving": "our own arms in lockstep, round by round; the foreign one before or after them",
-        "between_runs": "controllers start fresh, prompts are named anew, no prompt page is kept",
-        "started_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+def _running(tell: Tell, conditions: Json, peaks: Peaks) -> Json:
+    return tell(conditions, peaks, None)
 
 
-def told(calibration: Calibration) -> dict[str, Any]:
-    """Return what ``auto`` was told of the machine, and how far that can be trusted."""
-    return {
-        "taken_utc": calibration.taken_utc,
-        "quality": asdict(calibration.quality),
-        "parts": {name: asdict(fit) for name, fit in calibration.parts.items()},
-        "other": asdict(calibration.other),
-    }
-
-
-def _result_path(job: JobConfig) -> Path:
-    """Return where the result goes, its folder made. Raises ``ConfigError`` before anything is measured."""
-    if job.bench.out is None and job.output_dir is None:
-        raise ConfigError("bench.out: no file given, and the job has no folder")
-    out = Path(job.bench.out) if job.bench.out is not None else Path(str(job.output_dir)) / RESULT_FILE
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"bench.out: cannot make {out.parent}: {error}") from error
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"bench.out: cannot write {out}")
-    return out
+def _close(grids: Sequence[Grid]) -> None:
+    for opened in grids:
+        opened.arms.close()

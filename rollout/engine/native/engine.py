@@ -419,6 +419,11 @@ class NativeEngine:
             sequences=sequences or rows,
         )
 
+    @property
+    def chooser(self) -> Chooser:
+        """What chooses tokens here, so that a benchmark can time it on logits of its own."""
+        return self._state.chooser
+
     def logits_after(self, tokens: Sequence[int]) -> Tensor:
         """Return the policy's logits (V,) after ``tokens``, computed alone. Raises ``CapacityError``."""
         return logits_after(self._decoder, self._state.storage, self._scheduler.pool, tokens)

@@ -169,18 +169,53 @@ def test_a_cell_gives_every_open_ratio_one_pair_per_repetition(arms: EngineArms)
     assert [len(r.ratios) + len(r.dropped) for r in cell.ratios] == [1, 1]
 
 
+class Quick:
+    """A foreign engine that takes a millisecond and notes what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, ...]] = []
+
+    def prepare(
+        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], *, temperature: float
+    ) -> dict[str, str]:
+        return {"chosen": "the quick way"}
+
+    def replay(
+        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], *, temperature: float
+    ) -> float:
+        self.told.append(tuple(lengths))
+        return 0.001
+
+
 def test_the_order_of_arms_is_shuffled_by_seed_and_repetition(arms: EngineArms) -> None:
     def orders(seed: int) -> list[list[str]]:
-        cell = replace(cell_of(arms), seed=seed)
+        cell = replace(cell_of(arms), seed=seed, foreign={"hf": Quick(), "vllm": Quick()})
         found = []
         for number in range(12):
             cell.repetitions = number
-            found.append(cell._order({"ar", "w4", "history", "auto", "hf"}))
+            before, ours, after = cell._order({"ar", "w4", "history", "auto", "hf", "vllm"})
+            assert {*before, *after} == {"hf", "vllm"}
+            found.append([*before, *ours, *after])
         return found
 
     assert orders(0) == orders(0) != orders(1)
     assert len({tuple(order) for order in orders(0)}) > 6
-    assert {order.index("hf") for order in orders(0)} == {0, 4}
+    assert {order.index("hf") for order in orders(0)} > {0, 5}
+
+
+def test_a_foreign_arm_is_told_our_lengths_and_paired_with_ours(arms: EngineArms) -> None:
+    foreign = Quick()
+    claim = Claim(name="trace_ar_over_vllm", a="ar", b="vllm", margin=1.0)
+    cell = replace(
+        cell_of(arms), foreign={"vllm": foreign}, ratios=[PairedRatio(claim, min_pairs=2, max_pairs=2)]
+    )
+    cell.prepare(silent)
+    cell.repeat(silent)
+    assert foreign.told == [SHORT.max_tokens]
+    assert cell.pilot["vllm"] == {"chosen": "the quick way"}
+    assert cell.makespans["vllm"] == [0.001]
+    (ratio,) = cell.ratios
+    assert len(ratio.ratios) + len(ratio.dropped) == 1
 
 
 def test_measuring_ends_when_all_pairs_are_run_and_says_why(arms: EngineArms) -> None:

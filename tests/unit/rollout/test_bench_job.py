@@ -10,13 +10,14 @@ import pytest
 
 from controller.testing import W4_ONLY, SimulatedMachine
 from controller.trust import Quality
+from rollout.bench.book import told
 from rollout.bench.grids import chosen_arms, open_grid, resolved_engine
 from rollout.bench.prompts import PROMPTS, prompt_ids
 from rollout.bench.result import table
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
-from rollout.jobs.bench import main, told
+from rollout.jobs.bench import main
 from rollout.settings import load_config
 from rollout.testing import char_tokenizer, save_tiny_folder
 
@@ -158,12 +159,10 @@ def test_the_table_names_every_arm_and_ratio(written: dict[str, Any]) -> None:
         assert f"\n{name} " in f"\n{shown}"
 
 
-@pytest.mark.parametrize("workload", ["steps", "peers"])
-def test_a_workload_that_does_not_exist_is_refused_by_name(workload: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"bench.workload: expected one of 'drain', 'fixed', got '{workload}'"
-    ):
-        load_config({"workload": workload}, BenchConfig, path="bench")
+def test_a_workload_that_does_not_exist_is_refused_by_name() -> None:
+    known = "'drain', 'fixed', 'steps', 'peers'"
+    with pytest.raises(ConfigError, match=rf"bench.workload: expected one of {known}, got 'sprint'"):
+        load_config({"workload": "sprint"}, BenchConfig, path="bench")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +173,8 @@ def test_a_workload_that_does_not_exist_is_refused_by_name(workload: str) -> Non
             "no arm eagle in workload drain; there are: ar, w4, history, auto, hf",
         ),
         (BenchConfig(workload="fixed", arms=("ar", "hf")), "no arm hf in workload fixed"),
+        (BenchConfig(workload="steps", arms=("ar", "history")), "steps; there are: ar, w4"),
+        (BenchConfig(workload="peers", arms=("ar", "w4")), "peers; there are: ar, hf, vllm, vllm_ngram"),
     ],
 )
 def test_an_arm_that_does_not_exist_is_refused_by_name(bench: BenchConfig, said: str) -> None:
@@ -185,6 +186,14 @@ def test_the_arms_of_a_workload_are_all_but_free_drafts_at_fixed_lengths() -> No
     assert chosen_arms(JobConfig()) == ("ar", "w4", "history", "auto", "hf")
     assert chosen_arms(JobConfig(bench=BenchConfig(workload="fixed"))) == ("ar", "w4", "auto")
     assert chosen_arms(JobConfig(bench=BenchConfig(arms=("auto", "ar")))) == ("ar", "auto")
+    assert chosen_arms(JobConfig(bench=BenchConfig(workload="steps"))) == ("ar", "w4")
+    assert chosen_arms(JobConfig(bench=BenchConfig(workload="peers"))) == ("ar", "hf", "vllm", "vllm_ngram")
+
+
+def test_each_workload_has_its_own_batches_unless_some_are_named() -> None:
+    assert BenchConfig(workload="steps").batches_run == (1, 2, 4, 8, 16, 32, 64)
+    assert BenchConfig(workload="peers").batches_run == (1, 4, 16, 32)
+    assert BenchConfig(workload="peers", batches=(2, 3)).batches_run == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +203,10 @@ def test_the_arms_of_a_workload_are_all_but_free_drafts_at_fixed_lengths() -> No
         ({"laws": ()}, "bench.laws must name something"),
         ({"grids": ("on", "on")}, "bench.grids must name something, each once"),
         ({"min_pairs": 1}, "bench.min_pairs must be >= 2"),
+        ({"batches": (4, 4)}, "bench.batches must name something, each once"),
+        ({"contexts": ()}, "bench.contexts must name something"),
+        ({"step_gammas": (0,)}, "bench.step_gammas"),
+        ({"max_verify_rows": 0}, "bench.max_verify_rows must be >= 1"),
         ({"max_minutes": -1.0}, "bench.max_minutes"),
     ],
 )
