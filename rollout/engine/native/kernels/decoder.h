@@ -234,6 +234,7 @@ class Decoder {
       for (int m = mine.begin; m < mine.end; ++m)
         rms_norm(hidden(call, m), model_.final_norm, model_.hidden, model_.eps, hidden(call, m));
       me.wait();
+      lap(me, phases::kRest);
     }
     if (call.loop_taps) copy_tap(call, me, call.loop_taps[loop - call.loop_begin]);
   }
@@ -358,6 +359,7 @@ class Decoder {
       add_row(branch_.row(m), model_.hidden, hidden(call, m));
     }
     me.wait();
+    lap(me, phases::kRest);
   }
 
   // Panels come in pairs, gate then up; the gate waits in the pair's output until its up arrives.
