@@ -69,7 +69,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     "rows of a list": {"propose": _answers([5, 6], [[1 / VOCAB] * VOCAB] * 2)},
     "costs of None": {"propose": _answers([5], passes=None)},
     "negative costs": {"propose": _answers([5], rows=-3)},
-    "finished raises": {"finished": _raises},
     "ready raises": {"ready": _raises},
     "ready is negative": {"ready": lambda requests: [-5] * len(requests)},
     "ready is text": {"ready": lambda requests: ["many"] * len(requests)},
@@ -119,9 +118,10 @@ def test_ids_of_numpy_and_torch_and_too_many_of_them_are_no_fault(verify: Verify
         assert engine.gauges()["drafter/odd_failures"] == 0
 
 
-def test_every_failing_forget_is_counted_and_every_request_ends() -> None:
+@pytest.mark.parametrize("call", ["forget", "finished"])
+def test_every_failing_call_at_the_end_of_a_sequence_is_counted_and_every_request_ends(call: str) -> None:
     requests = requests_for(vocab=VOCAB, prompts=3, params=(GREEDY,))
-    engine = _engine({"forget": _raises}, "coupled")
+    engine = _engine({call: _raises}, "coupled")
     done = run_engine(engine, requests, fixed_plan("odd", 4))
     assert texts(done) == texts(run_engine(_engine({}, "coupled"), requests, ar_plan))
     assert engine.gauges()["drafter/odd_failures"] == len(requests)
