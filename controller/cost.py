@@ -230,10 +230,11 @@ class CostModel:
         return verify_s + base_s + per_row_s * rows
 
     def prompt_s(self, rows: int) -> float:
-        """Return seconds of a forward of ``rows`` prompt rows alone; 0 for none."""
+        """Return what ``rows`` prompt rows alone take of a round, inside the forward and outside; 0 for none."""
         if not rows:
             return 0.0
-        return self.forward_s(POLICY, rows=rows, sequences=1, read_tokens=0.0, context_tokens=0.0)
+        forward_s = self.forward_s(POLICY, rows=rows, sequences=1, read_tokens=0.0, context_tokens=0.0)
+        return forward_s + self.other_line_s(speculates=False)[1] * rows
 
     def draft_line(self, drafter: str, *, sequences: int, mean_context_tokens: float) -> DraftLine:
         """Return the chord of a pass's cost between one row and ``sequences`` rows."""

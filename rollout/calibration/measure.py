@@ -216,8 +216,7 @@ def _price_rounds(
             break
         plain = _run_rounds(engine, batch, AR_ASSIGNMENT)
         if plain:
-            forward_s = _forward_s(engine, POLICY, batch)
-            seconds = max(statistics.median(f.total_s for f in plain) - forward_s, 1e-6)
+            seconds = max(_beside_forward_s(engine, plain, batch), 1e-6)
             extras.other.append(
                 Sample(part=OTHER, rows=batch, sequences=batch, context_tokens=0, seconds=seconds)
             )
@@ -226,10 +225,27 @@ def _price_rounds(
             facts = _run_rounds(engine, batch, Assignment(drafter=name, gamma=gamma))
             costs = [d for f in facts for d in f.drafts if d.drafter == name and d.passes and not d.failures]
             if costs:
+                told = [
+                    (f.draft_s - f.draft_pass.forward_s) / sum(d.passes for d in f.drafts)
+                    for f in facts
+                    if f.draft_pass is not None and any(d.passes for d in f.drafts)
+                ]
                 pass_s = statistics.median(d.seconds / d.passes for d in costs)
-                spare_s = pass_s - _forward_s(engine, name, batch)
+                spare_s = statistics.median(told) if told else pass_s - _forward_s(engine, name, batch)
                 extras.per_pass.setdefault(name, {})[batch] = max(spare_s, 0.0)
     return extras
+
+
+def _beside_forward_s(engine: Engine, plain: Sequence[RoundFacts], batch: int) -> float:
+    """Return what plain rounds took beside their forward.
+
+    A round that tells its forward's time is taken at its word: a forward timed a moment later may meet
+    another machine, and what it differs by would pass for work outside the forward.
+    """
+    told = [f.total_s - f.policy_pass.forward_s for f in plain if f.policy_pass is not None]
+    if told:
+        return statistics.median(told)
+    return statistics.median(f.total_s for f in plain) - _forward_s(engine, POLICY, batch)
 
 
 def _forward_s(engine: Engine, part: str, batch: int) -> float:
