@@ -15,8 +15,6 @@ LOSS_WEIGHTS = "loop_loss_weights"
 DISTILLATION_WEIGHT = "loop_distillation_weight"
 """Name in a config, not published: the weight of the mean KL(last loop || earlier loop)."""
 
-OPTIONS = (LOSS_WEIGHTS, DISTILLATION_WEIGHT)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopLosses:

@@ -37,23 +37,25 @@ def decode_greedily(
     ids_BS = torch.tensor([[PAD_ID] * (longest - len(p)) + list(p) for p in prompts])
     mask_BS = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     cache = LoopCache()
-    written: list[list[int]] = [[] for _ in prompts]
-    running = [True] * len(prompts)
+    replies: list[list[int]] = [[] for _ in prompts]
+    running = list(range(len(prompts)))
     fresh_BT = ids_BS
     for _ in range(max_new_tokens):
         output = model(
             input_ids=fresh_BT, attention_mask=mask_BS, past_key_values=cache, loops=loops, logits_to_keep=1
         )
         next_B = output.logits[:, -1].argmax(-1)
-        for index, token in enumerate(next_B.tolist()):
-            if running[index] and token == END_ID:
-                running[index] = False
-            elif running[index]:
-                written[index].append(token)
+        rows = torch.tensor([row for row, token in enumerate(next_B.tolist()) if token != END_ID])
+        running = [running[row] for row in rows.tolist()]
         if progress is not None:
-            progress.advance(note=f"{sum(running)} replies still running")
-        if not any(running):
+            progress.advance(note=f"{len(running)} replies still running")
+        if not running:
             break
-        fresh_BT = next_B[:, None]
-        mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(prompts), 1)], dim=1)
-    return [Reply(token_ids=ids, ended=not runs) for ids, runs in zip(written, running, strict=True)]
+        fresh_BT = next_B[rows, None]
+        for index, token in zip(running, fresh_BT[:, 0].tolist(), strict=True):
+            replies[index].append(token)
+        if len(rows) < len(mask_BS):
+            cache.keep(rows)
+        mask_BS = torch.cat([mask_BS[rows], mask_BS.new_ones(len(rows), 1)], dim=1)
+    unended = set(running)
+    return [Reply(token_ids=ids, ended=index not in unended) for index, ids in enumerate(replies)]

@@ -40,10 +40,13 @@ class DepthReport:
     """Nats per token of the reference replies, each exercise's mean."""
 
     gain: Estimate
-    """Cross entropy of one loop less minus this one's, paired by exercise; 0 for the first loop."""
+    """Cross entropy of one loop less, minus this one's, paired by exercise; 0 for the first loop."""
 
     accuracy: Estimate
     """Share of exercises it answers rightly, decoding greedily at this depth."""
+
+    accuracy_gain: Estimate
+    """Share answered rightly less the share one loop answers rightly, paired by exercise."""
 
     accuracy_by_kind: dict[str, float]
     agreement: float
@@ -67,18 +70,21 @@ def score_depths(
     agreed_DN = torch.cat([part.agreed_DN for part in parts], dim=1)
     shared_DN = torch.cat([part.shared_DN for part in parts], dim=1)
     loops = losses_DB.shape[0]
-    reports = []
+    unknown = [math.nan] * len(given)
+    reports, one_loop = [], unknown
     for index in range(loops):
-        right = right_answers(model, given, loops=index + 1) if decode_replies else None
+        right = (
+            [float(r) for r in right_answers(model, given, loops=index + 1)] if decode_replies else unknown
+        )
+        one_loop = right if index == 0 else one_loop
         reports.append(
             DepthReport(
                 loops=index + 1,
                 cross_entropy=estimate(losses_DB[index]),
                 gain=estimate(losses_DB[max(0, index - 1)] - losses_DB[index]),
-                accuracy=Estimate(mean=math.nan, standard_error=math.nan)
-                if right is None
-                else estimate(torch.tensor(right, dtype=torch.float64)),
-                accuracy_by_kind={} if right is None else _by_kind(given, right),
+                accuracy=estimate(torch.tensor(right)),
+                accuracy_gain=estimate(torch.tensor(right) - torch.tensor(one_loop)),
+                accuracy_by_kind=_by_kind(given, right),
                 agreement=float(agreed_DN[index].double().mean()),
                 sum_min=float(shared_DN[index].double().mean()),
             )
@@ -133,7 +139,7 @@ def right_answers(model: OuroForCausalLM, given: Sequence[Exercise], *, loops: i
     ]
 
 
-def _by_kind(given: Sequence[Exercise], right: Sequence[bool]) -> dict[str, float]:
+def _by_kind(given: Sequence[Exercise], right: Sequence[float]) -> dict[str, float]:
     shares: dict[str, float] = {}
     for kind in KINDS:
         own = [r for exercise, r in zip(given, right, strict=True) if exercise.kind == kind]

@@ -6,13 +6,31 @@ from typing import Any
 
 import torch
 
-from trainers_bridge.looped.configuration import OPTIONS
 from trainers_bridge.looped.model import OuroForCausalLM
 from trainers_bridge.looped.tokenizer import END_ID, PAD_ID, build_tokenizer
 
 WEIGHTS = "model.safetensors"
-NOT_WRITTEN = ("rope_parameters", *OPTIONS)
-"""Not written: published folders have the rotary base flat, and options of training belong to a training."""
+PUBLISHED = (
+    "bos_token_id",
+    "early_exit_threshold",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "total_ut_steps",
+    "vocab_size",
+)
+"""Settings a folder carries under their own names. Options of training belong to a training, not to it."""
 
 
 def write_policy(model: OuroForCausalLM, folder: Path) -> None:
@@ -34,11 +52,7 @@ def write_policy(model: OuroForCausalLM, folder: Path) -> None:
 
 def published_config(config: Any) -> dict[str, Any]:
     """Return the config as Ouro's folders write it, with the rotary base where those have it."""
-    plain: dict[str, Any] = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in NOT_WRITTEN and value is not None
-    }
+    plain: dict[str, Any] = {name: getattr(config, name) for name in PUBLISHED}
     plain |= {
         "architectures": ["OuroForCausalLM"],
         "dtype": "bfloat16",

@@ -90,5 +90,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-minutes", type=float, default=9.5, help="stop training after so long, to go on another time"
     )
-    parser.add_argument("--exercises", type=int, default=360, help="held-out exercises scored at the end")
+    parser.add_argument("--exercises", type=int, default=1080, help="held-out exercises scored at the end")
     return parser

@@ -48,6 +48,10 @@ class LoopCache:
         self.planes[plane] = (keys_BATH, values_BATH)
         return keys_BATH, values_BATH
 
+    def keep(self, rows: Tensor) -> None:
+        """Forget all sequences but those at the indices ``rows``, which take their order."""
+        self.planes = {p: (keys[rows], values[rows]) for p, (keys, values) in self.planes.items()}
+
 
 @dataclass
 class LoopedOutput(BaseModelOutputWithPast):  # type: ignore[misc]

@@ -5,7 +5,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def depth_helps(depths: Sequence[DepthReport]) -> bool:
-    """Whether no loop makes predictions worse and the last one is better than the first beyond doubt.
+    """Whether every loop predicts better than the one before, and the last answers better than the first.
 
-    Better is: lower cross entropy by more than five standard errors (paired), and more right answers by more
-    than three standard errors of the difference.
+    Better means by more than three standard errors, paired by exercise.
     """
-    first, last = depths[0], depths[-1]
-    falling = all(b.cross_entropy.mean < a.cross_entropy.mean for a, b in pairwise(depths))
-    gained = sum(report.gain.mean for report in depths[1:])
-    doubt = sum(report.gain.standard_error for report in depths[1:])
-    more_right = last.accuracy.mean - first.accuracy.mean
-    noise = (last.accuracy.standard_error**2 + first.accuracy.standard_error**2) ** 0.5
-    return falling and gained > 5 * doubt and more_right > 3 * noise
+    losses = [report.gain.mean > 3 * report.gain.standard_error for report in depths[1:]]
+    answers = depths[-1].accuracy_gain
+    return all(losses) and answers.mean > 3 * answers.standard_error

@@ -13,7 +13,7 @@ from trainers_bridge.looped import making
 from trainers_bridge.looped.batches import batch_of, collate, data_digest, held_out
 from trainers_bridge.looped.checkpoint import CheckpointError, read_checkpoint
 from trainers_bridge.looped.decoding import decode_greedily
-from trainers_bridge.looped.evaluation import right_answers, score_depths
+from trainers_bridge.looped.evaluation import Estimate, right_answers, score_depths
 from trainers_bridge.looped.folder import load_served
 from trainers_bridge.looped.loss import IGNORED
 from trainers_bridge.looped.pretraining import (
@@ -128,7 +128,11 @@ def test_scores_of_the_full_depth_are_its_own_and_losses_are_plain_cross_entropi
     expected = torch.stack(each).mean(0)
     for report, value in zip(reports, expected.tolist(), strict=True):
         assert report.cross_entropy.mean == pytest.approx(value, rel=1e-5)
-    assert not depth_helps([replace(r, gain=r.cross_entropy) for r in reports[::-1]])
+    better, same = Estimate(mean=0.4, standard_error=0.1), Estimate(mean=0.2, standard_error=0.1)
+    deeper = [replace(r, gain=better, accuracy_gain=better) for r in reports]
+    assert depth_helps(deeper)
+    assert not depth_helps([*deeper[:3], replace(deeper[3], accuracy_gain=same)])
+    assert not depth_helps([*deeper[:2], replace(deeper[2], gain=same), deeper[3]])
 
 
 def test_replies_decoded_together_are_those_decoded_alone() -> None:
