@@ -288,7 +288,7 @@ def _starts(terms_N5: Floats, seconds_N: Floats, prior: PartFit | None) -> Float
         for context in (1.0, 3.0):
             guess = [moved / (share * fastest), rate, context, 0.5 * (1 - share) * fastest, fastest * 1e-3]
             starts.append(guess)
-    return np.asarray(np.log(np.asarray(starts)))
+    return np.asarray(np.log(np.asarray(starts)), dtype=np.float64)
 
 
 def _levenberg_marquardt(

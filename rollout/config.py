@@ -18,7 +18,7 @@ class PolicyConfig:
     """Which policy, and where its folder is."""
 
     source: str = "smollm2"
-    """``smollm2`` (embedded), a local Hugging Face folder, or a hub id."""
+    """``smollm2`` (embedded), ``looped`` (in a checkout), a local Hugging Face folder, or a hub id."""
 
     offgrid: bool = False
     """Move every weight of a linear by seeded uniform noise of a quarter of its 4-bit step. The embedded

@@ -1,4 +1,4 @@
-"""Where things are: the cache, and the configuration folder. Nothing else knows these places."""
+"""Where things are: cache, configuration, shipped policies. Nothing else knows these places."""
 
 import os
 from pathlib import Path
@@ -23,3 +23,8 @@ def config_dir() -> Path:
         if (folder / "config.yaml").is_file():
             return folder
     raise FileNotFoundError(f"no conf/config.yaml beside {here}: the installation is incomplete")
+
+
+def shipped_policies_dir() -> Path:
+    """Return the folder of the policies that come with a checkout. A wheel brings none: it may be absent."""
+    return Path(__file__).resolve().parent.parent / "policies"

@@ -29,6 +29,8 @@ FAILED=()
 TIMES=()
 NOTES=()
 START=$SECONDS
+# Tests start some thirty processes, and pytest rewrites every test file: without bytecode all of it is compiled anew.
+unset PYTHONDONTWRITEBYTECODE
 export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
 run_lint() { "$BIN/ruff" check . && "$BIN/ruff" format --check . && bash -n scripts/*.sh .ci/run; }

@@ -14,12 +14,17 @@ so a single long completion sets the cost of the whole step's backward pass."""
 
 Operation = Literal["multiply", "add", "subtract"]
 
+ExerciseKind = Literal["sum", "reverse", "sort", "count", "remainder", "story"]
+ExerciseSplit = Literal["train", "held_out"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
     """What the policy is asked to learn."""
 
-    kind: Literal["arithmetic"] = "arithmetic"
+    kind: Literal["arithmetic", "exercises"] = "arithmetic"
+    """``arithmetic`` for policies that know English, ``exercises`` for the small looped one."""
+
     operations: tuple[Operation, ...] = ("multiply",)
     smallest: int = 2
     largest: int = 9
@@ -32,9 +37,17 @@ class TaskConfig:
     """Words a full-marks reply has, answer included: without a floor the shortest reply is the bare number,
     and nothing is explained any more."""
 
+    exercises: tuple[ExerciseKind, ...] = ("sum", "reverse", "sort", "count", "remainder", "story")
+    """Of ``kind=exercises``: what is asked, in turn. The other settings but ``prompts`` are arithmetic's."""
+
+    split: ExerciseSplit = "train"
+    """Of ``kind=exercises``: the questions the looped policy was trained on, or those kept from it."""
+
     def __post_init__(self) -> None:
         if not self.operations:
             raise ConfigError("task.operations must name at least one operation")
+        if not self.exercises:
+            raise ConfigError("task.exercises must name at least one exercise")
         check_settings("task", self, prompts=1)
         if self.smallest > self.largest:
             raise ConfigError(f"task.smallest must be <= task.largest ({self.largest}), got {self.smallest}")
@@ -68,6 +81,11 @@ class TrainerConfig:
     trainable_layers: int = 0
     """Train only this many of the last layers and the final norm; 0 trains everything. The backward pass
     stops below them, which is where most of a step's time goes."""
+
+    loop_distillation_weight: float = 0.0
+    """Of looped policies: weight of mean KL(last loop || earlier loop), over prompts and completions, in each
+    forward and backward pass beside the trainer's own loss. It keeps shallow loops good drafters while the
+    deepest one learns; 0: off."""
 
     samples_per_pass: int = 0
     """Samples in one forward and backward pass: memory, not speed, on a CPU; 0: a whole step's."""

@@ -33,6 +33,8 @@ from rollout.tracking.tracker import Tracker
 from trainers_bridge.allocator import keep_freed_memory
 from trainers_bridge.config import TaskConfig, TrainerConfig
 from trainers_bridge.contract import IncompleteRolloutError, RolloutClient
+from trainers_bridge.looped.configuration import DISTILLATION_WEIGHT
+from trainers_bridge.looped.model import OuroForCausalLM
 from trainers_bridge.rollouts import TrainerRollouts
 from trainers_bridge.summary import StepResult, summarize
 from trainers_bridge.tasks.registry import Task, build_task
@@ -87,6 +89,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
     with Progress(f"loading the trainer's copy of {job.policy.source}"):
         model, tokenizer = load_trainee(job)
     freeze(model, config.trainable_layers)
+    teach_loops(model, config.loop_distillation_weight)
     rollouts = TrainerRollouts(
         client=client,
         tokenizer=tokenizer,
@@ -207,6 +210,16 @@ def freeze(model: Any, trainable_layers: int) -> None:
     model.requires_grad_(False)
     for part in (*layers[-trainable_layers:], body.norm):
         part.requires_grad_(True)
+
+
+def teach_loops(model: Any, weight: float) -> None:
+    """Let the deepest loop of a looped policy teach the others while it is trained; 0 does nothing."""
+    if weight == 0.0:
+        return
+    if not isinstance(model, OuroForCausalLM):
+        kind = getattr(model.config, "model_type", type(model).__name__)
+        raise ConfigError(f"trainer.loop_distillation_weight: a {kind} policy has no loops to teach")
+    setattr(model.config, DISTILLATION_WEIGHT, weight)
 
 
 def build_trainer(

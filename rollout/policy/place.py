@@ -1,4 +1,4 @@
-"""Where a policy is: the embedded one, a local folder or a hub id, all as one kind of folder.
+"""Where a policy is: embedded, shipped, a local folder or a hub id, all as one kind of folder.
 
 Imports nothing heavy, so that a source that is none is refused before anybody waits.
 """
@@ -10,11 +10,15 @@ from pathlib import Path
 
 from rollout.config import PolicyConfig
 from rollout.errors import ConfigError
+from rollout.paths import shipped_policies_dir
 from rollout.policy.embedded import embedded_folder
 
 log = logging.getLogger(__name__)
 
 EMBEDDED = "smollm2"
+SHIPPED = ("looped",)
+"""Policies of our own that lie in a checkout, by the name of their folder."""
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """All that is read of a hub snapshot; weights in other formats stay there."""
@@ -28,12 +32,15 @@ def check_source(config: PolicyConfig) -> None:
     folder = _path(source)
     if source == EMBEDDED:
         return
+    if source in SHIPPED:
+        _check_shipped(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"policy.source={source!r}: the folder has no config.json")
         weight_files(folder)
     elif not HUB_ID.fullmatch(source):
-        raise ConfigError(f"policy.source={source!r} is neither {EMBEDDED!r}, a folder, nor a hub id")
+        names = ", ".join(map(repr, (EMBEDDED, *SHIPPED)))
+        raise ConfigError(f"policy.source={source!r} is neither {names}, a folder, nor a hub id")
 
 
 def resolve(config: PolicyConfig) -> Path:
@@ -59,7 +66,19 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _check_shipped(source: str) -> None:
+    """Raise ``ConfigError`` where the installation has no such policy: wheels bring none."""
+    folder = shipped_policies_dir() / source
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"policy.source={source!r}: {folder} does not hold it. It lies in the repository, not in the "
+            "installed package: install from a checkout, or give the path of its folder there"
+        )
+
+
 def _path(source: str) -> Path:
+    if source in SHIPPED:
+        return shipped_policies_dir() / source
     try:
         return Path(source).expanduser()
     except RuntimeError:  # nobody has that home

@@ -24,7 +24,13 @@ def _arithmetic(config: TaskConfig, seed: int) -> Any:
     return ArithmeticTask(config, seed=seed)
 
 
-BUILDERS: dict[str, Callable[[TaskConfig, int], Task]] = {"arithmetic": _arithmetic}
+def _exercises(config: TaskConfig, seed: int) -> Any:
+    from trainers_bridge.tasks.exercises import ExerciseTask
+
+    return ExerciseTask(config, seed=seed)
+
+
+BUILDERS: dict[str, Callable[[TaskConfig, int], Task]] = {"arithmetic": _arithmetic, "exercises": _exercises}
 """From name to builder."""
 
 

@@ -115,11 +115,11 @@ def test_a_folder_without_tokenizer_serves_ids_only(tmp_path: Path) -> None:
 
 
 def test_sources_that_are_nothing_are_refused_with_their_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither 'smollm2', a folder, nor a hub id"):
+    with pytest.raises(ConfigError, match="neither 'smollm2', 'looped', a folder, nor a hub id"):
         resolve(PolicyConfig(source="no such thing"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve(PolicyConfig(source=str(tmp_path)))
-    with pytest.raises(ConfigError, match="neither 'smollm2', a folder, nor a hub id"):
+    with pytest.raises(ConfigError, match="neither 'smollm2', 'looped', a folder, nor a hub id"):
         resolve(PolicyConfig(source="~nobody-of-this-name/policy"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"policy\.source: .* lacks model\.safetensors"):
@@ -243,3 +243,15 @@ def test_converting_again_gives_the_same_weights_bit_for_bit(
     assert json.loads((again / embedded.RECORD).read_text()) == json.loads(
         (live / embedded.RECORD).read_text()
     )
+
+
+def test_the_looped_policy_is_found_in_a_checkout_and_missed_by_name_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve(PolicyConfig(source="looped"))
+    assert {p.name for p in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    monkeypatch.setattr("rollout.policy.place.shipped_policies_dir", lambda: tmp_path / "policies")
+    with pytest.raises(
+        ConfigError, match=r"'looped': .* lies in the repository, not in the installed package"
+    ):
+        resolve(PolicyConfig(source="looped"))

@@ -56,7 +56,7 @@ def test_the_same_seed_gives_the_same_questions_and_answers_are_right() -> None:
 
 
 def test_rows_hold_a_prompt_and_exactly_what_the_reward_takes() -> None:
-    assert set(BUILDERS) == {"arithmetic"}
+    assert set(BUILDERS) == {"arithmetic", "exercises"}
     task = build_task(TaskConfig(), seed=0)
     row = task.rows()[0]
     messages = row.pop("prompt")

@@ -1,0 +1,61 @@
+"""Greedy decoding at any depth, many prompts at once: for scoring depths, not for rollouts.
+
+Shapes: B prompts, S tokens so far.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.progress import Progress
+from trainers_bridge.looped.model import LoopCache, OuroForCausalLM
+from trainers_bridge.looped.tokenizer import END_ID, PAD_ID
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What followed one prompt."""
+
+    token_ids: list[int]
+    """Without the end token."""
+
+    ended: bool
+
+
+@torch.no_grad()
+def decode_greedily(
+    model: OuroForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    loops: int,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+) -> list[Reply]:
+    """Return the most likely reply to each prompt, token by token, after ``loops`` loops each."""
+    longest = max(map(len, prompts))
+    ids_BS = torch.tensor([[PAD_ID] * (longest - len(p)) + list(p) for p in prompts])
+    mask_BS = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    cache = LoopCache()
+    replies: list[list[int]] = [[] for _ in prompts]
+    running = list(range(len(prompts)))
+    fresh_BT = ids_BS
+    for _ in range(max_new_tokens):
+        output = model(
+            input_ids=fresh_BT, attention_mask=mask_BS, past_key_values=cache, loops=loops, logits_to_keep=1
+        )
+        next_B = output.logits[:, -1].argmax(-1)
+        rows = torch.tensor([row for row, token in enumerate(next_B.tolist()) if token != END_ID])
+        running = [running[row] for row in rows.tolist()]
+        if progress is not None:
+            progress.advance(note=f"{len(running)} replies still running")
+        if not running:
+            break
+        fresh_BT = next_B[rows, None]
+        for index, token in zip(running, fresh_BT[:, 0].tolist(), strict=True):
+            replies[index].append(token)
+        if len(rows) < len(mask_BS):
+            cache.keep(rows)
+        mask_BS = torch.cat([mask_BS[rows], mask_BS.new_ones(len(rows), 1)], dim=1)
+    unended = set(running)
+    return [Reply(token_ids=ids, ended=index not in unended) for index, ids in enumerate(replies)]
