@@ -230,7 +230,7 @@ class CostModel:
         return verify_s + base_s + per_row_s * rows
 
     def prompt_s(self, rows: int) -> float:
-        """Return what ``rows`` prompt rows alone take of a round, inside the forward and outside; 0 for none."""
+        """Return what ``rows`` prompt rows alone add to a round, outside the forward too; 0 for none."""
         if not rows:
             return 0.0
         forward_s = self.forward_s(POLICY, rows=rows, sequences=1, read_tokens=0.0, context_tokens=0.0)
