@@ -34,19 +34,15 @@ def tiny_engine(
     config: EngineConfig | None = None,
     threads: int = 1,
     version: int = 0,
+    decoder: Decoder | None = None,
 ) -> NativeEngine:
-    """Return a native engine: float64 torch by default, the compiled kernels when asked."""
-    decoder: Decoder
-    chooser: Chooser
-    if compiled:
-        decoder = CompiledDecoder(policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, threads=threads)
-        chooser = CompiledChooser(threads=threads)
-    else:
-        decoder = TorchDecoder(
-            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device="cpu", exact=True
-        )
-        chooser = TorchChooser()
-    decoder.load(policy.state)
+    """Return a native engine: float64 torch by default, the compiled kernels when asked.
+
+    A ``decoder`` of the same kind that is given already holds the policy.
+    """
+    chooser: Chooser = CompiledChooser(threads=threads) if compiled else TorchChooser()
+    if decoder is None:
+        decoder = tiny_decoder(policy, compiled=compiled, dtype=dtype, threads=threads)
     vocab = policy.spec.vocab_size
     return NativeEngine(
         decoder=decoder,
@@ -59,6 +55,21 @@ def tiny_engine(
         policy_version=version,
         weights_checksum="tiny",
     )
+
+
+def tiny_decoder(
+    policy: TinyPolicy, *, compiled: bool = False, dtype: torch.dtype = torch.float64, threads: int = 1
+) -> Decoder:
+    """Return a decoder that holds the policy: float64 torch, row by row, or the compiled kernels."""
+    decoder: Decoder
+    if compiled:
+        decoder = CompiledDecoder(policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, threads=threads)
+    else:
+        decoder = TorchDecoder(
+            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device="cpu", exact=True
+        )
+    decoder.load(policy.state)
+    return decoder
 
 
 def ar_plan(load: RoundLoad) -> RoundPlan:
