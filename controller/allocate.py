@@ -198,15 +198,31 @@ def _seconds(
     context_GN = (taken_GN * batch.context_B[slots.sequence_N]).cumsum(1)
     rows_GN = drafted_GN + (batch.size + batch.prefill_tokens)
     read = batch.read_tokens
-    seconds_GN = cost.verify_curve_s(rows_GN, context_GN + read, sequences=batch.size, read_tokens=read)
+    line, all_model = candidates.line, candidates.all_model
+    costs_passes = bool(line.pass_s or line.row_s)
+    model_GN = taken_GN
+    if costs_passes and not all_model:
+        model_GN = taken_GN & candidates.model_B[slots.sequence_N]
+    modelled_GN = drafted_GN if model_GN is taken_GN else model_GN.cumsum(1)
+    if candidates.reuse_frac:
+        modelled_context_GN = context_GN
+        if model_GN is not taken_GN:
+            modelled_context_GN = (model_GN * batch.context_B[slots.sequence_N]).cumsum(1)
+        seconds_GN = cost.reusing_curve_s(
+            rows_GN,
+            context_GN + read,
+            reused_N=modelled_GN,
+            reused_context_N=modelled_context_GN,
+            reuse_frac=candidates.reuse_frac,
+            sequences=batch.size,
+            read_tokens=read,
+        )
+    else:
+        seconds_GN = cost.verify_curve_s(rows_GN, context_GN + read, sequences=batch.size, read_tokens=read)
     base_s, per_row_s = cost.other_line_s(speculates=True)
     seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s - batch.sunk_s)
-    line = candidates.line
-    if line.pass_s or line.row_s:
-        all_model = candidates.all_model
-        model_GN = taken_GN if all_model else taken_GN & candidates.model_B[slots.sequence_N]
+    if costs_passes:
         passes_GN = np.maximum.accumulate(model_GN * slots.position_N, axis=1)
-        modelled_GN = drafted_GN if all_model else model_GN.cumsum(1)
         seconds_GN += line.pass_s * passes_GN + line.row_s * modelled_GN
     if candidates.switch_s_B is not None:
         first_GN = taken_GN & (slots.position_N == 1)
@@ -228,9 +244,15 @@ def allocate_uniform(
         if drafted == 0:
             continue
         rows = batch.size + batch.prefill_tokens + drafted
-        context = np.asarray([read + float((gamma_B * batch.context_B).sum())])
-        verify_s = cost.verify_curve_s(
-            np.asarray([rows], dtype=np.intp), context, sequences=batch.size, read_tokens=read
+        drafted_context = np.asarray([float((gamma_B * batch.context_B).sum())])
+        verify_s = cost.reusing_curve_s(
+            np.asarray([rows], dtype=np.intp),
+            drafted_context + read,
+            reused_N=np.asarray([drafted], dtype=np.intp),
+            reused_context_N=drafted_context,
+            reuse_frac=candidates.reuse_frac,
+            sequences=batch.size,
+            read_tokens=read,
         )
         seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s - batch.sunk_s
         seconds += candidates.line.pass_s * passes + candidates.line.row_s * drafted

@@ -236,7 +236,8 @@ class AutoController(BaseController):
                     candidates,
                     self._model,
                     longest=self._config.gammas,
-                    least_worth=view.least_worth,
+                    # A slot pays for the part of its row that its draft has not computed already.
+                    least_worth=view.least_worth * (1.0 - candidates.reuse_frac),
                 )
             else:
                 found = allocate_uniform(view.batch, candidates, self._model, longest=self._config.gammas)
@@ -276,6 +277,7 @@ class AutoController(BaseController):
             line=line,
             switch_s_B=self._switch_s(view, name, line),
             free_s=0.0 if runs_model else self._free_s(name, batch.size, int(np.count_nonzero(caps))),
+            reuse_frac=self._model.reuse_frac(name),
         )
 
     def _free_s(self, name: str, sequences: int, drafting: int) -> float:

@@ -44,6 +44,9 @@ class Candidates:
     free_s: float = 0.0
     """Seconds of asking drafters that run no model."""
 
+    reuse_frac: float = 0.0
+    """Share of the policy's forward that the model leaves done for every row it drafted from."""
+
     @property
     def all_model(self) -> bool:
         """Whether every sequence's drafter runs a model."""
@@ -58,11 +61,13 @@ def mixed(
     None when none or all of them move: that is what one of the drafters alone stands for already.
 
     Gain is what the kept tokens are worth beyond the rows they take, at plain decoding's rate; under the
-    model a token also pays its draft row and its share of the pass. ``row_worth`` is the tokens plain
-    decoding commits in the time of one policy row, ``plain_per_s`` those per second.
+    model a token also pays its draft row and its share of the pass, and only what its draft left undone of
+    its row. ``row_worth`` is the tokens plain decoding commits in the time of one policy row,
+    ``plain_per_s`` those per second.
     """
     drafting = max(1, int(np.count_nonzero(model.cap_B)))
-    gain_B = _gain(model, row_worth + (model.line.row_s + model.line.pass_s / drafting) * plain_per_s)
+    verified_worth = row_worth * (1.0 - model.reuse_frac)
+    gain_B = _gain(model, verified_worth + (model.line.row_s + model.line.pass_s / drafting) * plain_per_s)
     gains = [_gain(other, row_worth) for other in free]
     moved = [(other.cap_B > 0) & (gain >= gain_B) for other, gain in zip(free, gains, strict=True)]
     leaves_B = moved[0] if len(moved) == 1 else np.logical_or.reduce(moved)
@@ -94,6 +99,7 @@ def mixed(
         line=model.line,
         switch_s_B=switch_s_B,
         free_s=free_s,
+        reuse_frac=model.reuse_frac,
     )
 
 

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from controller.calibration import Calibration, PartFit
 from controller.config import ControllerConfig
+from controller.reuse import NOTHING_REUSED, Reused, reused_by, shares_of
 from controller.tracking import FactorTracker, LineTracker, ResidualTable
 from controller.trust import Timing
-from controller.types import POLICY, Assignment, DraftCost, PartShape, RoundFacts, RoundLoad
+from controller.types import AR, POLICY, Assignment, DraftCost, PartShape, RoundFacts, RoundLoad
 
 Floats = NDArray[np.float64]
 
@@ -129,6 +130,7 @@ class CostModel:
                 raise ValueError(f"calibration {calibration.key!r} has no part {name!r}; calibrate again")
             else:
                 self._parts[name] = _Part(shape, calibration.parts[name], quantile=quantile, window=window)
+        self._reuse = {AR: 0.0, **{name: shape.reuse_frac for name, shape in shapes.items()}}
         self._bandwidth = FactorTracker(quantile=quantile, window=window)
         self._rate = FactorTracker(quantile=quantile, window=window)
         self._other = LineTracker(base_s=calibration.other.base_s, per_row_s=calibration.other.s_per_row)
@@ -179,6 +181,10 @@ class CostModel:
         """Whether drafting with it costs forwards."""
         return drafter in self._parts
 
+    def reuse_frac(self, drafter: str) -> float:
+        """Return the share of the policy's forward that a row it drafted from leaves done."""
+        return self._reuse[drafter]
+
     def _bounds(
         self, part: _Part, rows: float, read_tokens: float, context_tokens: float
     ) -> tuple[float, float]:
@@ -201,6 +207,48 @@ class CostModel:
         main_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown) * part.own.slowdown
         raw_s = main_s + part.base_s + part.per_row_s * rows
         return raw_s * part.step(rows) * part.residuals.factor(rows, sequences)
+
+    def verify_s(
+        self,
+        *,
+        rows: int,
+        sequences: int,
+        read_tokens: float,
+        context_tokens: float,
+        reused: Mapping[float, Reused] = NOTHING_REUSED,
+    ) -> float:
+        """Return seconds of the policy's forward, less what drafts have done of it, by share done."""
+        return sum(
+            share.frac
+            * self.forward_s(
+                POLICY,
+                rows=share.rows,
+                sequences=sequences,
+                read_tokens=read_tokens,
+                context_tokens=share.context_tokens,
+            )
+            for share in shares_of(rows, context_tokens, reused)
+        )
+
+    def reusing_curve_s(
+        self,
+        rows_N: NDArray[np.intp],
+        context_N: Floats,
+        *,
+        reused_N: NDArray[np.intp],
+        reused_context_N: Floats,
+        reuse_frac: float,
+        sequences: int,
+        read_tokens: float,
+    ) -> Floats:
+        """Return ``verify_curve_s`` where drafts left one share done for ``reused_N`` of the rows."""
+        whole_N = self.verify_curve_s(rows_N, context_N, sequences=sequences, read_tokens=read_tokens)
+        if not reuse_frac:
+            return whole_N
+        fewer_N = self.verify_curve_s(
+            rows_N - reused_N, context_N - reused_context_N, sequences=sequences, read_tokens=read_tokens
+        )
+        return np.asarray(reuse_frac * fewer_N + (1.0 - reuse_frac) * whole_N)
 
     def verify_curve_s(
         self, rows_N: NDArray[np.intp], context_N: Floats, *, sequences: int, read_tokens: float
@@ -277,12 +325,13 @@ class CostModel:
         for drafter, asked in by_drafter.items():
             draft_s += self._drafter_s(drafter, asked)
         rows = len(load.sequences) + drafted + load.prefill_tokens
-        verify_s = self.forward_s(
-            POLICY,
+        drafts = [(drafter, g, c) for drafter, asked in by_drafter.items() for g, c in asked]
+        verify_s = self.verify_s(
             rows=rows,
             sequences=max(1, len(load.sequences)),
             read_tokens=float(sum(s.context_tokens for s in load.sequences)),
             context_tokens=context,
+            reused=reused_by(drafts, self.reuse_frac),
         )
         base, per_row = self.other_line_s(speculates=drafted > 0)
         return RoundPrediction(draft_s, verify_s, base + per_row * rows)
@@ -310,7 +359,7 @@ class CostModel:
             POLICY,
             shape=(facts.verify_rows, facts.batch),
             tokens=(read, float(facts.context_tokens)),
-            seconds=facts.verify_s,
+            seconds=facts.verify_s * self._whole_over_rest(facts, read),
             heard=heard,
         )
         drafts_s = 0.0
@@ -323,6 +372,28 @@ class CostModel:
         for tracker, was_heard in zip((self._bandwidth, self._rate), heard, strict=True):
             if not was_heard:
                 tracker.idle()
+
+    def _whole_over_rest(self, facts: RoundFacts, read_tokens: float) -> float:
+        """Return how much longer the round's policy forward would have taken had drafts left nothing done.
+
+        All shares are taken to have been as much slower than predicted as their sum was: to blame one of
+        them for what is in all would overshoot, the more the smaller it is.
+        """
+        drafts = [(o.drafter, o.gamma, o.context_tokens) for o in facts.outcomes]
+        reused = reused_by(drafts, self.reuse_frac)
+        if not reused:
+            return 1.0
+
+        def predicted_s(done: Mapping[float, Reused]) -> float:
+            return self.verify_s(
+                rows=facts.verify_rows,
+                sequences=facts.batch,
+                read_tokens=read_tokens,
+                context_tokens=float(facts.context_tokens),
+                reused=done,
+            )
+
+        return predicted_s(NOTHING_REUSED) / predicted_s(reused)
 
     def _observe_draft(self, draft: DraftCost, facts: RoundFacts, heard: list[bool]) -> None:
         if draft.drafter in self._free:

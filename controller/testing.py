@@ -5,6 +5,7 @@ Tests run controllers on it and count regret in expectation, so that only decisi
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -184,20 +185,29 @@ class SimulatedMachine:
                         context=sum(alive),
                         round_index=r,
                     )
-        gammas = [plan.of(s.key).gamma for s in load.sequences]
-        rows = len(gammas) + sum(gammas)
-        total += self._verify_s(load, gammas)
-        return total + self.other_s + self.other_s_per_row * rows
+        rows = sum(1 + plan.of(s.key).gamma for s in load.sequences)
+        return total + self._verify_s(load, plan) + self.other_s + self.other_s_per_row * rows
 
-    def _verify_s(self, load: RoundLoad, gammas: list[int]) -> float:
-        return self.forward_s(
-            POLICY,
-            rows=len(gammas) + sum(gammas),
-            sequences=len(gammas),
-            read=sum(s.context_tokens for s in load.sequences),
-            context=sum(s.context_tokens * (g + 1) for s, g in zip(load.sequences, gammas, strict=True)),
-            round_index=load.round_index,
-        )
+    def _verify_s(self, load: RoundLoad, plan: RoundPlan) -> float:
+        """Return the true seconds of the policy's forward, each share of it over the rows that need it."""
+        starts: list[tuple[float, int]] = []
+        for s in load.sequences:
+            a = plan.of(s.key)
+            reuse = self.shapes[a.drafter].reuse_frac if a.gamma else 0.0
+            starts += [(0.0, s.context_tokens)] + [(reuse, s.context_tokens)] * a.gamma
+        marks = sorted({start for start, _ in starts})
+        total = 0.0
+        for begin, end in pairwise([*marks, 1.0]):
+            contexts = [context for start, context in starts if start <= begin]
+            total += (end - begin) * self.forward_s(
+                POLICY,
+                rows=len(contexts),
+                sequences=len(load.sequences),
+                read=sum(s.context_tokens for s in load.sequences),
+                context=sum(contexts),
+                round_index=load.round_index,
+            )
+        return total
 
     def _asked(self, load: RoundLoad, plan: RoundPlan) -> dict[str, list[tuple[int, int]]]:
         asked: dict[str, list[tuple[int, int]]] = {}
@@ -246,7 +256,7 @@ class SimulatedMachine:
             drafts.append(self._draft(load, drafter, asked))
         outcomes = tuple(self._outcome(load, s, plan.of(s.key)) for s in load.sequences)
         gammas = [o.gamma for o in outcomes]
-        verify_s = self._verify_s(load, gammas) * self._noise()
+        verify_s = self._verify_s(load, plan) * self._noise()
         if self._rng.random() < self.stall_chance:
             verify_s += self.stall_s
         rows = len(gammas) + sum(gammas)

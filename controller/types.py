@@ -41,6 +41,10 @@ class PartShape:
     rows_per_draft_token: int = 1
     """Rows this part computes per draft token; 0 for a drafter that runs no model."""
 
+    reuse_frac: float = 0.0
+    """Share of the policy's forward that this part leaves done for each row it drafted from, one per draft
+    token: verification goes on from there. 0 where verification computes everything."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterTraits:

@@ -1,6 +1,7 @@
 """Every drafter by name. Adding one: a file, a line here, a YAML, nothing else."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from drafters.config import DrafterConfig
@@ -21,8 +22,24 @@ def _history(config: DrafterConfig) -> "Drafter":
     return HistoryDrafter(config)
 
 
-BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {"w4": _w4, "history": _history}
+def _shallow_loop(config: DrafterConfig, *, depth: int) -> "Drafter":
+    from drafters.shallow_loop import ShallowLoopDrafter
+
+    return ShallowLoopDrafter(config, depth=depth)
+
+
+BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {
+    "w4": _w4,
+    "history": _history,
+    # One drafter per depth: acceptance, cost and plans are per drafter, so a depth is chosen as a drafter is.
+    "shallow_loop_1": partial(_shallow_loop, depth=1),
+    "shallow_loop_2": partial(_shallow_loop, depth=2),
+    "shallow_loop_3": partial(_shallow_loop, depth=3),
+}
 """Builders import what they need, so naming a drafter costs nothing."""
+
+LOOPED_ONLY = frozenset({"shallow_loop_1", "shallow_loop_2", "shallow_loop_3"})
+"""Drafters that refuse a policy whose block runs once; an engine switches them off and says so."""
 
 
 def build(name: str, config: DrafterConfig) -> "Drafter":

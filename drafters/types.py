@@ -127,6 +127,14 @@ class PolicyView(Protocol):
         """Return a forward in which ``linears``, by name, replace the policy's own; others stay shared."""
         ...
 
+    def shallow(self, depth: int) -> DraftModel:
+        """Return a forward of the policy's own first ``depth`` loops and head, fewer than all loops.
+
+        What it computes is the policy's: verification goes on from there and computes the other loops only.
+        Raises ``ValueError`` for a depth the policy does not have.
+        """
+        ...
+
 
 class Drafter(Protocol):
     """Anything that can propose tokens. It can only cost time.

@@ -9,19 +9,11 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from drafters.config import DrafterConfig
 from drafters.int4.linears import Bits, Kernel, RebuildableLinear, build_linear
-from drafters.types import (
-    DraftError,
-    DraftModel,
-    DraftRequest,
-    DraftStep,
-    LinearWeight,
-    PolicyView,
-    Proposal,
-)
+from drafters.passes import draft_by_passes
+from drafters.types import DraftError, DraftModel, DraftRequest, LinearWeight, PolicyView, Proposal
 
 log = logging.getLogger(__name__)
 
@@ -117,66 +109,19 @@ class W4Drafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """Run up to ``gamma`` passes; a request with a smaller gamma sits out the later ones."""
-        model = self._live_model()
-        gammas = [min(r.gamma, self.max_gamma) for r in requests]
-        drafts: list[list[int]] = [[] for _ in requests]
-        probs: list[list[Tensor]] = [[] for _ in requests]
-        passes = rows = context_tokens = 0
-        problem = ""
-        for depth in range(max(gammas, default=0)):
-            live = [i for i, gamma in enumerate(gammas) if gamma > depth]
-            try:
-                step = self._step(model, [requests[i] for i in live], [drafts[i] for i in live])
-            except DraftError as error:
-                if depth == 0:
-                    raise
-                problem = str(error)
-                break
-            passes += 1
-            rows += len(live)
-            # Row i reads the keys of all its tokens and of every draft before it, its own input included.
-            context_tokens += sum(len(requests[i].tokens) + depth for i in live)
-            for row, i in enumerate(live):
-                drafts[i].append(step.tokens[row])
-                if step.probs is not None:
-                    probs[i].append(step.probs[row])
-        return Proposal(
-            tokens=drafts,
-            probs=_stacked(drafts, probs),
-            passes=passes,
-            rows=rows,
-            context_tokens=context_tokens,
-            problem=problem,
+        view, model = self._live()
+        return draft_by_passes(
+            self.name, model, requests, max_gamma=self.max_gamma, vocab_size=view.vocab_size
         )
 
-    def _live_model(self) -> DraftModel:
+    def _live(self) -> tuple[PolicyView, DraftModel]:
         if self.model is None or self._view is None:
             raise DraftError("w4 has not been built from the live policy")
         if self._view.policy_version != self.drafter_version:
             raise DraftError(
                 f"w4 is of policy version {self.drafter_version}, the live one is {self._view.policy_version}"
             )
-        return self.model
-
-    def _step(
-        self, model: DraftModel, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]
-    ) -> DraftStep:
-        """Run one pass and refuse an answer that cannot be drafted from."""
-        assert self._view is not None, "_live_model came first"
-        try:
-            step = model.step(requests, drafts)
-        except (RuntimeError, ValueError, ArithmeticError) as error:
-            raise DraftError(f"w4's draft pass failed: {error}") from error
-        if len(step.tokens) != len(requests):
-            raise DraftError(f"w4's draft pass chose {len(step.tokens)} tokens for {len(requests)} rows")
-        if not all(0 <= token < self._view.vocab_size for token in step.tokens):
-            raise DraftError(f"w4 drafted an id outside the vocabulary: {step.tokens}")
-        if step.probs is not None:
-            if len(step.probs) != len(requests):
-                raise DraftError(f"w4 reported {len(step.probs)} distributions for {len(requests)} rows")
-            if not all(bool(torch.isfinite(p_V).all()) for p_V in step.probs):
-                raise DraftError("w4's draft distribution is not finite")
-        return step
+        return self._view, self.model
 
     def ready(self, requests: Sequence[DraftRequest]) -> list[int] | None:
         """Return None: only drafting can tell."""
@@ -187,13 +132,3 @@ class W4Drafter:
 
     def forget(self, key: int) -> None:
         """Keep nothing, so there is nothing to drop."""
-
-
-def _stacked(drafts: Sequence[Sequence[int]], probs: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return per request the rows its tokens were drawn from, or None when no pass reported any."""
-    if not any(probs):
-        return None
-    if any(len(d) != len(p) for d, p in zip(drafts, probs, strict=True)):
-        raise DraftError("w4 reported distributions for some of its drafts only")
-    blank_V = next(p for p in probs if p)[0]
-    return [torch.stack(list(p)) if p else blank_V.new_empty(0, blank_V.shape[0]) for p in probs]

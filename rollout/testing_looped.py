@@ -1,16 +1,21 @@
-"""A looped policy's forward written out plainly: dense, unpaged, float64, one sequence at a time.
+"""What looped policies are tested with: their forward written out, and a decoder that counts its work.
 
-It shares no code with the decoders. What they compute is tested against it.
+The plain forward is dense, unpaged, float64, one sequence at a time. It shares no code with the decoders:
+what they compute is tested against it.
 
 Shapes: T tokens, D hidden, V vocabulary, N query heads, H head dimension, P planes, J KV heads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from drafters.types import LinearWeight, QuantizedLinear
+from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
+from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
 
 
@@ -109,3 +114,80 @@ def dense_ouro(
         keys_PTJH=torch.stack(keys),
         values_PTJH=torch.stack(values),
     )
+
+
+RowLoop = tuple[int, int, int]
+"""Row of the page table, position, loop."""
+
+
+class CountingDecoder:
+    """A ``Decoder`` that counts how often each position is computed at each loop, and can be told to fail."""
+
+    def __init__(self, inner: Decoder) -> None:
+        self._inner = inner
+        self._counts: Counter[RowLoop] = Counter()
+        self.spec, self.compiled, self.row_invariant = inner.spec, inner.compiled, inner.row_invariant
+        self.fail_from_loop: int | None = None
+        """Forwards that start at this loop raise ``RuntimeError``."""
+
+    def take(self) -> Counter[RowLoop]:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def forward(
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        taps: Sequence[str] = (),
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
+    ) -> ForwardResult:
+        """Count and compute."""
+        for loop in range(self.spec.loops) if loops is None else loops:
+            self._count(batch, [loop] * batch.rows)
+        if loops is not None and loops.start == self.fail_from_loop:
+            raise RuntimeError("planted: this forward fails")
+        return self._inner.forward(batch, kv, taps=taps, loops=loops, hidden_MD=hidden_MD)
+
+    def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        """Count and compute."""
+        self._count(batch, loop_M.tolist())
+        return self._inner.advance(hidden_MD, batch, kv, loop_M=loop_M)
+
+    def block(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop: int) -> Tensor:
+        """Count and compute."""
+        self._count(batch, [loop] * batch.rows)
+        return self._inner.block(hidden_MD, batch, kv, loop=loop)
+
+    def _count(self, batch: RowBatch, loops: Sequence[int]) -> None:
+        self._counts.update(zip(batch.table_M.tolist(), batch.positions_M.tolist(), loops, strict=True))
+
+    def new_storage(self, pages: int) -> KVStorage:
+        """Return the counted decoder's own."""
+        return self._inner.new_storage(pages)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Load the counted decoder."""
+        self._inner.load(state)
+
+    def embed(self, token_ids_M: Tensor) -> Tensor:
+        """Return the counted decoder's."""
+        return self._inner.embed(token_ids_M)
+
+    def head(self, hidden_RD: Tensor) -> Tensor:
+        """Return the counted decoder's."""
+        return self._inner.head(hidden_RD)
+
+    def exit_gate(self, hidden_MD: Tensor) -> Tensor:
+        """Return the counted decoder's."""
+        return self._inner.exit_gate(hidden_MD)
+
+    def linears(self) -> Iterator[LinearWeight]:
+        """Yield the counted decoder's."""
+        return self._inner.linears()
+
+    def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> Decoder:
+        """Return a decoder with other linears, whose work is not the policy's and not counted."""
+        return self._inner.with_linears(linears)

@@ -36,22 +36,17 @@ def tiny_engine(
     version: int = 0,
     device: str = "cpu",
     exact: bool = True,
+    decoder: Decoder | None = None,
 ) -> NativeEngine:
     """Return a native engine: float64 torch by default, the compiled kernels when asked.
 
-    ``device`` and ``exact`` are for torch.
+    ``device`` and ``exact`` are for torch. A ``decoder`` of the same kind that is given holds the policy.
     """
-    decoder: Decoder
-    chooser: Chooser
-    if compiled:
-        decoder = CompiledDecoder(policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, threads=threads)
-        chooser = CompiledChooser(threads=threads)
-    else:
-        decoder = TorchDecoder(
-            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device=device, exact=exact
+    chooser: Chooser = CompiledChooser(threads=threads) if compiled else TorchChooser()
+    if decoder is None:
+        decoder = tiny_decoder(
+            policy, compiled=compiled, dtype=dtype, threads=threads, device=device, exact=exact
         )
-        chooser = TorchChooser()
-    decoder.load(policy.state)
     vocab = policy.spec.vocab_size
     return NativeEngine(
         decoder=decoder,
@@ -64,6 +59,27 @@ def tiny_engine(
         policy_version=version,
         weights_checksum="tiny",
     )
+
+
+def tiny_decoder(
+    policy: TinyPolicy,
+    *,
+    compiled: bool = False,
+    dtype: torch.dtype = torch.float64,
+    threads: int = 1,
+    device: str = "cpu",
+    exact: bool = True,
+) -> Decoder:
+    """Return a decoder that holds the policy: float64 torch, row by row, or the compiled kernels."""
+    decoder: Decoder
+    if compiled:
+        decoder = CompiledDecoder(policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, threads=threads)
+    else:
+        decoder = TorchDecoder(
+            policy.spec, cos_PH=policy.cos_PH, sin_PH=policy.sin_PH, dtype=dtype, device=device, exact=exact
+        )
+    decoder.load(policy.state)
+    return decoder
 
 
 def ar_plan(load: RoundLoad) -> RoundPlan:

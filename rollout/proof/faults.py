@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollout.engine.native import committer, engine, judging, pages, view
 from rollout.engine.native.commit import commit_token
+from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.drafting import Drafted, Drafting
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
@@ -256,6 +257,19 @@ def _drafted_pages(sequence: LiveSequence, work: Work) -> list[int]:
         return []
     end = len(sequence.tokens) + drafts
     return sequence.pages[(len(sequence.tokens) - 1) // PAGE_TOKENS : pages_for(end)]
+
+
+def states_of_another_row() -> AbstractContextManager[None]:
+    """Go on from the hidden states of a sequence's other drafted rows."""
+
+    def wrong(standing: Any) -> Any:
+        def turned(self: DraftStates, *args: Any, **kwargs: Any) -> tuple[int, list[int]]:
+            depth, found = standing(self, *args, **kwargs)
+            return depth, found[1:] + found[:1]
+
+        return turned
+
+    return swapped(DraftStates, "standing", wrong)
 
 
 def prefix_across_versions() -> AbstractContextManager[None]:

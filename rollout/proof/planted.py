@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from rollout.proof import faults
 from rollout.proof.faults import Plant
 from rollout.proof.finding import Finding
-from rollout.proof.tiny_checks import Check, check_equality, check_recompute, check_update, law_check
+from rollout.proof.tiny_checks import (
+    Check,
+    check_equality,
+    check_looped_equality,
+    check_recompute,
+    check_update,
+    law_check,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="keys one position off, coupled", plant=faults.keys_one_off, check=check_equality),
     Fault(name="keys one position off, block", plant=faults.keys_one_off, check=BLOCK),
     Fault(name="the drafter's keys kept", plant=faults.drafters_keys_kept, check=check_equality),
+    Fault(name="states of another row", plant=faults.states_of_another_row, check=check_looped_equality),
     Fault(name="prompt pages of an older version", plant=faults.prefix_across_versions, check=check_update),
     Fault(name="weights of an older version", plant=faults.stale_policy, check=check_update),
     Fault(name="running keys of an older version", plant=faults.stale_keys, check=check_recompute),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from drafters.config import DrafterConfig
+from drafters.registry import BUILDERS
 from drafters.registry import build as build_drafter
 from drafters.testing import ScriptedDrafter
 from drafters.types import Drafter, DraftRequest
@@ -41,7 +42,7 @@ from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.engine.target import Choice, TargetRow
 from rollout.engine.verify import Decisions
 from rollout.proof.table_decoder import LogitsOf, TableDecoder
-from rollout.testing import tiny_policy
+from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_native import fixed_plan
 from rollout.types import Request, SamplingParams
 
@@ -64,11 +65,11 @@ class RoundCase:
     gamma: int
     vocab_size: int
     params: SamplingParams
-    drafts: Literal["sampled", "certain", "w4"] = "sampled"
-    """``sampled``: from known rows; ``certain``: without rows; ``w4``: by the policy's own 4-bit drafter."""
+    drafts: Literal["sampled", "certain", "w4", "shallow_loop_1"] = "sampled"
+    """``sampled``: from known rows; ``certain``: without rows; else a drafter made of the policy itself."""
 
-    decoder: Literal["table", "torch"] = "table"
-    """``torch``: a real policy in float64."""
+    decoder: Literal["table", "torch", "looped"] = "table"
+    """``torch``: a real policy in float64; ``looped``: one that runs its block twice."""
 
     lives: int = 0
     """0: one round, continued as AR would; otherwise rounds until so many tokens are there."""
@@ -294,7 +295,10 @@ def _policy(case: RoundCase) -> tuple[Decoder, LogitsOf]:
     if case.decoder == "table":
         table = TinyModel(vocab_size=case.vocab_size, seed=2 * case.seed + 1)
         return TableDecoder(table.logits, vocab_size=case.vocab_size), table.logits
-    policy = tiny_policy(case.seed, vocab=case.vocab_size, layers=1)
+    if case.decoder == "looped":
+        policy = tiny_looped_policy(case.seed, case.vocab_size, loops=2, layers=1)
+    else:
+        policy = tiny_policy(case.seed, vocab=case.vocab_size, layers=1)
 
     def decoder() -> TorchDecoder:
         made = TorchDecoder(
@@ -323,8 +327,8 @@ def _policy(case: RoundCase) -> tuple[Decoder, LogitsOf]:
 
 
 def _drafter(case: RoundCase, branch: _Branch) -> Drafter:
-    if case.drafts == "w4":
-        return build_drafter("w4", DrafterConfig(names=("w4",), w4_kernel="torch"))
+    if case.drafts in BUILDERS:
+        return build_drafter(case.drafts, DrafterConfig(names=(case.drafts,), w4_kernel="torch"))
     model = TinyModel(vocab_size=case.vocab_size, seed=2 * case.seed + 2)
 
     def row(request: DraftRequest, drafts: Sequence[int]) -> Tensor:
@@ -398,3 +402,17 @@ def _lives(rule: Literal["token", "block"]) -> Iterator[tuple[str, RoundCase]]:
             seed=302,
         ),
     )
+    for gamma, lives in ((1, 2), (2, 0)):
+        yield (
+            f"float64 looped policy, its own first loop, gamma {gamma}",
+            RoundCase(
+                rule=rule,
+                gamma=gamma,
+                vocab_size=3,
+                params=CASES["cold"],
+                drafts="shallow_loop_1",
+                decoder="looped",
+                lives=lives,
+                seed=303,
+            ),
+        )

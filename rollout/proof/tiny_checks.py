@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS
+from drafters.registry import BUILDERS, LOOPED_ONLY
 from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig
 from rollout.engine.native.compiled import compiled_unavailable
@@ -19,7 +19,7 @@ from rollout.proof.finding import Finding
 from rollout.proof.margin import with_margin
 from rollout.proof.round_law import CASES, RoundCase, check_round_law
 from rollout.proof.steering import Drive, Steering, drive
-from rollout.testing import TinyPolicy, tiny_policy
+from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import (
     MIXED_PARAMS,
     ar_plan,
@@ -62,11 +62,19 @@ def plain_texts(policy: TinyPolicy, requests: Sequence[Request]) -> Drive:
 
 def check_equality() -> Finding:
     """Plain decoding alone against every drafter, and a mixture that changes by round, in a batch."""
-    policy = tiny_policy(family="smollm2")
+    return _equality("tiny policy", tiny_policy(family="smollm2"), sorted(set(BUILDERS) - LOOPED_ONLY))
+
+
+def check_looped_equality() -> Finding:
+    """The same on a looped policy, whose drafts are reused: drafters of several depths in one round."""
+    return _equality("tiny looped policy", tiny_looped_policy(), sorted(BUILDERS))
+
+
+def _equality(subject: str, policy: TinyPolicy, names: Sequence[str]) -> Finding:
     requests = requests_for(vocab=policy.spec.vocab_size, prompts=6, samples=2, params=PARAMS, seed=3)
     expected = plain_texts(policy, requests)
-    plans = {f"{name} gamma 4": fixed_plan(name, 4) for name in BUILDERS}
-    plans["random drafter and gamma"] = random_plan(sorted(BUILDERS), max_gamma=8, seed=5)
+    plans = {f"{name} gamma 4": fixed_plan(name, 4) for name in names}
+    plans["random drafter and gamma"] = random_plan(names, max_gamma=8, seed=5)
     drafted = 0
     for name, plan in plans.items():
         found = drive(engine_for(policy), requests, Steering(plan=plan), batch=12)
@@ -78,14 +86,14 @@ def check_equality() -> Finding:
             difference = with_margin(difference, engine_for(policy, drafters=False), request, ids)
             return Finding(
                 part="equality",
-                name="tiny policy",
+                name=subject,
                 passed=False,
                 detail=f"{name}: {difference.line()}",
                 difference=difference,
             )
     return Finding(
         part="equality",
-        name="tiny policy",
+        name=subject,
         passed=drafted > 0,
         detail=f"{len(plans)} arms identical, {drafted} drafts accepted",
         compared=len(plans) * len(requests),

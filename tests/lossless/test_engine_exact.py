@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS, build
+from drafters.registry import BUILDERS, LOOPED_ONLY, build
 from drafters.testing import FailingDrafter, ScriptedDrafter
 from drafters.types import Drafter, DraftRequest
 from rollout.config import EngineConfig
@@ -32,6 +32,9 @@ from rollout.tracking.reduce import RolloutPool
 from rollout.types import Request, SamplingParams
 
 pytestmark = pytest.mark.lossless
+
+DENSE = sorted(set(BUILDERS) - LOOPED_ONLY)
+"""Drafters of a policy whose block runs once; a looped one takes all there are."""
 
 KINDS = [pytest.param(False, id="float64"), pytest.param(True, id="compiled")]
 
@@ -75,12 +78,12 @@ def test_batch_mates_do_not_change_a_text(family: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", KINDS)
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 def test_every_drafter_and_gamma_gives_the_text_of_plain_decoding(
     name: str, gamma: int, compiled: bool
 ) -> None:
-    """A7: for every drafter there is, also in the compiled kernels."""
+    """A7: for every drafter a dense policy can have, also in the compiled kernels."""
     policy = tiny_policy(family="smollm2")
     requests = _requests(policy)
     engine = _engine(policy, compiled)
@@ -101,11 +104,21 @@ def test_a_looped_policy_gives_the_text_of_plain_decoding_with_every_drafter(
     assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0 or name == "history"
 
 
+@pytest.mark.parametrize("name", sorted(LOOPED_ONLY))
+def test_a_dense_policy_refuses_drafters_made_of_loops_by_name_and_decodes_plainly(name: str) -> None:
+    policy = tiny_policy()
+    requests = _requests(policy)[:3]
+    engine = _engine(policy, False)
+    assert name not in engine.drafter_versions()
+    assert f"{name} needs a looped policy" in engine._drafting.slots[name].last_error
+    assert texts(run_engine(engine, requests, fixed_plan(name, 3))) == _plain(policy, False, requests)
+
+
 @pytest.mark.parametrize("compiled", KINDS)
 def test_changing_drafter_and_gamma_every_round_changes_nothing(compiled: bool) -> None:
     policy = tiny_policy()
     requests = _requests(policy, 16)
-    plan = random_plan(sorted(BUILDERS), max_gamma=6, seed=5)
+    plan = random_plan(DENSE, max_gamma=6, seed=5)
     assert texts(run_engine(_engine(policy, compiled), requests, plan)) == _plain(policy, compiled, requests)
 
 

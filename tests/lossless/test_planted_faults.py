@@ -5,6 +5,7 @@ import torch
 
 from rollout.engine import noise
 from rollout.engine.native import committer, engine, judging, pages, view
+from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.sequence import LiveSequence
 from rollout.proof.finding import Finding
@@ -63,6 +64,7 @@ def test_a_fault_leaves_nothing_behind() -> None:
         (engine.NativeEngine, "_forward"),
         (engine.NativeEngine, "commit_update"),
         (engine.NativeEngine, "settle_running"),
+        (DraftStates, "standing"),
         (pages, "_chain"),
         (pages.PrefixIndex, "clear"),
         (committer.Committer, "_commit_tokens"),
@@ -83,7 +85,7 @@ CUT = list(round_cases(cut=True))
 
 @pytest.mark.parametrize(("name", "case"), CUT, ids=[f"{c.rule}, {n}" for n, c in CUT])
 def test_the_production_round_emits_the_law_of_plain_decoding(name: str, case: RoundCase) -> None:
-    """A5: for drafts of known rows, certain drafts, and the 4-bit copy of the policy."""
+    """A5: for drafts of known rows, certain drafts, the policy's 4-bit copy, and its first loop."""
     found = check_round_law(case)
     assert found.tv <= 1e-12
     assert found.passed

@@ -26,6 +26,7 @@ from rollout.config import EngineConfig
 from rollout.engine.native.commit import Detokenizer
 from rollout.engine.native.committer import Committer
 from rollout.engine.native.decoder import Decoder
+from rollout.engine.native.depths import forward_from, standing_of
 from rollout.engine.native.door import admit_request
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.facts import RoundTimes, round_facts
@@ -37,6 +38,7 @@ from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
+from rollout.engine.native.shapes import kv_bytes_per_token, part_shapes
 from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
@@ -113,6 +115,7 @@ class NativeEngine:
         self._update_s = 0.0
         self._next_key = 0
         self._round_index = 0
+        self._reused_row_loops = 0
         drafting.rebuild_all(NativePolicyView(self._state, policy_version=policy_version))
 
     # ---- what it can do -------------------------------------------------------------------------
@@ -133,21 +136,7 @@ class NativeEngine:
 
     def part_shapes(self) -> Mapping[str, PartShape]:
         """Return the cost shapes of the policy and of each drafter."""
-        spec = self._decoder.spec
-        params = spec.body_linear_params * spec.loops + spec.head_params
-
-        def shape(name: str, weight_bytes: int) -> PartShape:
-            return PartShape(
-                name=name,
-                weight_bytes=weight_bytes,
-                flops_per_row=2.0 * params,
-                kv_bytes_per_token=_kv_bytes_per_token(self._decoder),
-                flops_per_context_token=4.0 * spec.planes * spec.query_heads * spec.head_dim,
-                rows_per_draft_token=1 if weight_bytes else 0,
-            )
-
-        drafters = {n: shape(n, s.drafter.weight_bytes) for n, s in self._drafting.slots.items()}
-        return {POLICY: shape(POLICY, 2 * params), **drafters}
+        return part_shapes(self._decoder.spec, [slot.drafter for slot in self._drafting.slots.values()])
 
     def use_drafters(self, names: Collection[str]) -> None:
         """Switch every other drafter off, until the next weight update; only when idle.
@@ -231,10 +220,13 @@ class NativeEngine:
         started = time.perf_counter()
         self._clock.take()  # whatever a round that failed left behind
         work = reserve_work(self._scheduler, plan, chunk_tokens=self._config.prefill_chunk_tokens)
-        draft_work(work, self._drafting)
-        draft_pass = self._clock.take()
-        drafted = time.perf_counter()
-        logits_RV = self._forward(work)
+        try:
+            draft_work(work, self._drafting)
+            draft_pass = self._clock.take()
+            drafted = time.perf_counter()
+            logits_RV = self._forward(work)
+        finally:
+            self._state.draft_states.clear()
         verdicts = self._judge.judge(work, logits_RV)
         policy_pass = self._clock.take()
         verified = time.perf_counter()
@@ -257,10 +249,15 @@ class NativeEngine:
         )
 
     def _forward(self, work: Work) -> Tensor:
-        """Compute prompt chunks, last tokens and drafts in one pass of the policy."""
+        """Compute prompt chunks, last tokens and drafts, as far as no draft has computed them already."""
         if not work.chunks and not work.decoding:
             return torch.empty(0, self._decoder.spec.vocab_size)
-        return self._clock.forward(self._decoder, row_batch(work, self._scheduler), self._state.storage)
+        batch, storage = row_batch(work, self._scheduler), self._state.storage
+        standing = standing_of(work, self._state.draft_states)
+        if standing is None:
+            return self._clock.forward(self._decoder, batch, storage).logits_RV
+        self._reused_row_loops += standing.spared
+        return forward_from(self._decoder, batch, storage, standing, clock=self._clock)
 
     # ---- weights --------------------------------------------------------------------------------
 
@@ -404,19 +401,22 @@ class NativeEngine:
             "engine/prefix_hit_tokens": float(scheduler.prefix.hit_tokens),
             "engine/prefix_lookup_tokens": float(scheduler.prefix.lookup_tokens),
             "engine/update_s": self._update_s,
+            "engine/reused_row_loops": float(self._reused_row_loops),
             **self._drafting.gauges(),
         }
 
     def time_forward(self, part: str, *, rows: int, context_tokens: int, sequences: int = 0) -> float:
         """Return the seconds of one forward of the policy or of a drafter that runs a model."""
         assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
+        model = self._model_of(part)
         return time_forward(
-            self._decoder_of(part),
+            self._decoder if model is None else model.decoder,
             self._state.storage,
             self._scheduler.pool,
             rows=rows,
             context_tokens=context_tokens,
             sequences=sequences or rows,
+            loops=None if model is None else model.loops,
         )
 
     @property
@@ -428,14 +428,15 @@ class NativeEngine:
         """Return the policy's logits (V,) after ``tokens``, computed alone. Raises ``CapacityError``."""
         return logits_after(self._decoder, self._state.storage, self._scheduler.pool, tokens)
 
-    def _decoder_of(self, part: str) -> Decoder:
+    def _model_of(self, part: str) -> NativeDraftModel | None:
+        """Return what a drafter runs, None for the policy."""
         if part == POLICY:
-            return self._decoder
+            return None
         slot = self._drafting.slots.get(part)
         model = slot.drafter.model if slot is not None else None
         if not isinstance(model, NativeDraftModel):
             raise UnsupportedError(f"{part!r} runs no forward that could be timed")
-        return model.decoder
+        return model
 
     def close(self) -> None:
         """Free everything; running requests are dropped."""
@@ -444,17 +445,11 @@ class NativeEngine:
         self._scheduler.prefix.clear()
 
 
-def _kv_bytes_per_token(decoder: Decoder) -> int:
-    """Bytes of keys and values one token takes over all planes, at two bytes a number."""
-    spec = decoder.spec
-    return 2 * spec.planes * spec.kv_heads * spec.head_dim * 2
-
-
 def _pool_pages(config: EngineConfig, decoder: Decoder, context_limit: int) -> int:
     """Return the pages of the KV pool. Raises ``ConfigError`` when ``kv_bytes`` cannot hold one sequence."""
     if config.kv_tokens:
         return pages_for(config.kv_tokens)
-    page_bytes, each = _kv_bytes_per_token(decoder) * PAGE_TOKENS, pages_for(context_limit)
+    page_bytes, each = kv_bytes_per_token(decoder.spec) * PAGE_TOKENS, pages_for(context_limit)
     if config.kv_bytes < each * page_bytes:
         raise ConfigError(
             f"engine.kv_bytes={config.kv_bytes} cannot hold one sequence of {context_limit} tokens of this "

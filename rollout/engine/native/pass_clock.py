@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from controller.types import ForwardSeconds, PassSeconds
-from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.target import Choice, Chooser, TargetRow
 
@@ -26,16 +26,24 @@ class PassClock:
         self._split: list[ForwardSeconds] = []
         self._forwards = 0
 
-    def forward(self, decoder: Decoder, batch: RowBatch, storage: KVStorage) -> Tensor:
-        """Return the logits of a forward, computed to their end."""
+    def forward(
+        self,
+        decoder: Decoder,
+        batch: RowBatch,
+        storage: KVStorage,
+        *,
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
+    ) -> ForwardResult:
+        """Return what ``Decoder.forward`` does, computed to its end."""
         started = time.perf_counter()
-        result = decoder.forward(batch, storage)
+        result = decoder.forward(batch, storage, loops=loops, hidden_MD=hidden_MD)
         wait_for(result.logits_RV)
         self._forward_s += time.perf_counter() - started
         self._forwards += 1
         if result.seconds is not None:
             self._split.append(result.seconds)
-        return result.logits_RV
+        return result
 
     def chose(self, seconds: float) -> None:
         """Count a choice of tokens."""

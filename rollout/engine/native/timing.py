@@ -12,11 +12,19 @@ from rollout.errors import CapacityError
 
 
 def time_forward(
-    decoder: Decoder, storage: KVStorage, pool: PagePool, *, rows: int, context_tokens: int, sequences: int
+    decoder: Decoder,
+    storage: KVStorage,
+    pool: PagePool,
+    *,
+    rows: int,
+    context_tokens: int,
+    sequences: int,
+    loops: range | None = None,
 ) -> float:
     """Return the seconds of one forward: ``rows`` rows spread over ``sequences``, each at the context's end.
 
-    Needs ``sequences * context_tokens`` free token slots. Raises ``CapacityError``.
+    It runs ``loops``, from the first on (all by default), and the head. Needs ``sequences * context_tokens``
+    free token slots. Raises ``CapacityError``.
     """
     per_sequence = -(-rows // sequences)
     pages_each = pages_for(context_tokens + per_sequence)
@@ -33,7 +41,7 @@ def time_forward(
             head_rows_R=torch.arange(rows, dtype=torch.int32),
         )
         started = time.perf_counter()
-        wait_for(decoder.forward(batch, storage).logits_RV)
+        wait_for(decoder.forward(batch, storage, loops=loops).logits_RV)
         return time.perf_counter() - started
     finally:
         pool.release(pages)

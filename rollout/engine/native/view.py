@@ -1,7 +1,7 @@
 """What the native engine shows a drafter of itself: live weights, and forwards over its own KV pages."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,6 +9,7 @@ from controller.types import VerifyMode
 from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
 from rollout.engine import noise
 from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import Scheduler
@@ -28,6 +29,8 @@ class EngineState:
     verify: VerifyMode
     clock: PassClock
     """Counts every forward and choice; ``chooser`` reports to it."""
+    draft_states: DraftStates = field(default_factory=DraftStates)
+    """Where verification may go on from; of the current round alone."""
 
 
 def noise_seed(sequence: LiveSequence, verify: VerifyMode) -> int | None:
@@ -57,13 +60,26 @@ class NativePolicyView:
         """Return a forward with other linears over the policy's KV pages."""
         return NativeDraftModel(self._state, self._state.decoder.with_linears(linears))
 
+    def shallow(self, depth: int) -> DraftModel:
+        """Return the policy's own first ``depth`` loops and head, over its KV pages."""
+        if not 0 < depth < self.loops:
+            raise ValueError(f"depth must lie in 1..{self.loops - 1}, got {depth}")
+        return NativeDraftModel(self._state, self._state.decoder, reused_loops=depth)
+
 
 class NativeDraftModel:
-    """One row per sequence beyond the frontier; verification rewrites every position it wrote."""
+    """One row per sequence beyond the frontier.
 
-    def __init__(self, state: EngineState, decoder: Decoder) -> None:
+    A model of other linears runs all loops, and verification rewrites every position it wrote. With
+    ``reused_loops`` it is the policy's own first loops and no more: verification goes on from their states,
+    and computes from the token every row that has none.
+    """
+
+    def __init__(self, state: EngineState, decoder: Decoder, *, reused_loops: int = 0) -> None:
         self._state = state
         self.decoder = decoder
+        self.reused_loops = reused_loops
+        self.loops = range(reused_loops or decoder.spec.loops)
 
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         """Implements ``drafters.types.DraftModel.step``."""
@@ -78,17 +94,20 @@ class NativeDraftModel:
             page_table_SP=torch.from_numpy(state.scheduler.page_table),
             head_rows_R=torch.arange(len(tokens), dtype=torch.int32),
         )
-        logits_RV = state.clock.forward(self.decoder, batch, state.storage)
+        state.draft_states.overwritten(requests, drafts)
+        result = state.clock.forward(self.decoder, batch, state.storage, loops=self.loops)
+        if self.reused_loops:
+            state.draft_states.keep(requests, drafts, result.hidden_MD, depth=self.reused_loops)
         rows = [
             s.target_row(list(d), seed=noise_seed(s, state.verify))
             for s, d in zip(sequences, drafts, strict=True)
         ]
         coupled = state.verify == "coupled"
         stream = noise.COUPLED_STREAM if coupled else noise.DRAFT_STREAM
-        choices = state.chooser.choose(logits_RV, rows, stream=stream, logprobs=False)
+        choices = state.chooser.choose(result.logits_RV, rows, stream=stream, logprobs=False)
         if not all(c.finite for c in choices):
             raise DraftError("the drafter's logits are not finite")
-        probs_RV = None if coupled else state.chooser.probs(logits_RV, rows)
+        probs_RV = None if coupled else state.chooser.probs(result.logits_RV, rows)
         return DraftStep(
             tokens=[c.token for c in choices], probs=None if probs_RV is None else list(probs_RV)
         )

@@ -1,0 +1,107 @@
+"""Hidden states that drafts of a looped policy left in this round: what verification may go on from.
+
+A state stands for a row only while all it was computed from is what verification will compute: the same token
+at its position, the same tokens at every drafted position before it, all run to the same depth, and nobody
+else's keys written there since. Nothing outlives its round.
+
+Shapes: M rows of a draft pass, D hidden, N states kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafters.types import DraftRequest
+
+
+@dataclass(kw_only=True, slots=True)
+class _Chain:
+    """Drafted rows of one sequence, without a gap."""
+
+    start: int
+    """Position of the first; where that is not the last committed token's, nothing may go on from here."""
+
+    depth: int
+    """Loops each of them has had."""
+
+    tokens: list[int] = field(default_factory=list)
+    """What was fed at each position."""
+
+    states: list[int] = field(default_factory=list)
+    """The number of each row's state."""
+
+
+class DraftStates:
+    """The states of one round, by sequence and position. Empty between rounds."""
+
+    def __init__(self) -> None:
+        self._chains: dict[int, _Chain] = {}
+        self._kept: list[Tensor] = []
+        self._count = 0
+
+    def clear(self) -> None:
+        """Forget all: the round is over, or what it computed is not to be used."""
+        self._chains.clear()
+        self._kept.clear()
+        self._count = 0
+
+    def keep(
+        self,
+        requests: Sequence[DraftRequest],
+        drafts: Sequence[Sequence[int]],
+        hidden_MD: Tensor,
+        *,
+        depth: int,
+    ) -> None:
+        """Take the states of a pass that took each request's last draft, or its last token, through ``depth``
+        loops; ``overwritten`` came before it.
+
+        ``hidden_MD`` is copied. A row whose predecessors are not all known to have been computed just so gets
+        no state: it is then computed from its token, as rows without drafts are.
+        """
+        for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            start, fed = len(request.tokens) - 1, [request.tokens[-1], *draft]
+            if not draft:
+                self._chains[request.key] = _Chain(start=start, depth=depth)
+            chain = self._chains.get(request.key)
+            if chain is None or (chain.start, chain.depth, chain.tokens) != (start, depth, fed[:-1]):
+                continue
+            chain.tokens.append(fed[-1])
+            chain.states.append(self._count + row)
+        self._kept.append(hidden_MD.clone())
+        self._count += hidden_MD.shape[0]
+
+    def overwritten(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> None:
+        """Hear that a pass is about to write keys where these rows stand: states from there on are void."""
+        for request, draft in zip(requests, drafts, strict=True):
+            chain = self._chains.get(request.key)
+            if chain is not None:
+                left = max(0, len(request.tokens) - 1 + len(draft) - chain.start)
+                del chain.tokens[left:], chain.states[left:]
+
+    @property
+    def any(self) -> bool:
+        """Whether a draft left states."""
+        return bool(self._chains)
+
+    def standing(self, key: int, tokens: Sequence[int], *, start: int) -> tuple[int, list[int]]:
+        """Return the depth and the numbers of the states of a sequence's first rows, as far as they hold.
+
+        ``tokens`` are those of its rows to verify: the last committed one, at position ``start``, then its
+        drafts.
+        """
+        chain = self._chains.get(key)
+        if chain is None or chain.start != start:
+            return 0, []
+        same = 0
+        for fed, token in zip(chain.tokens, tokens, strict=False):
+            if fed != token:
+                break
+            same += 1
+        return chain.depth, chain.states[:same]
+
+    def states(self) -> Tensor:
+        """Return every state (N, D) by number."""
+        return self._kept[0] if len(self._kept) == 1 else torch.cat(self._kept)
