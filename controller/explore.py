@@ -21,6 +21,11 @@ PACE_FADE = 0.75
 """Weight kept per plain round by the pace of plain decoding: a few rounds are averaged, of seconds ago."""
 
 
+SURPRISE_SHARE = 0.25
+"""Share of an exploring round that may be charged beyond what was expected of it. A drafter unused for long
+is found cold: its first pass makes a round a third longer than predicted, every time."""
+
+
 class Pace:
     """Tokens per second as measured, plain decoding's beside that of the speculation that took its place.
 
@@ -87,11 +92,11 @@ class ExploreBudget:
         return True
 
     def settle(self, seconds: float, tokens: int) -> None:
-        """Charge what the exploring round lost beyond its prediction, once more that much at most: a stall
-        is not its fault."""
+        """Charge what the exploring round lost beyond its prediction, as much again or ``SURPRISE_SHARE`` of
+        the round at most: a stall is not its fault."""
         if self._best_per_s:
             surprise_s = seconds - tokens / self._best_per_s - self._expected_loss_s
-            self._charge(min(max(0.0, surprise_s), self._expected_loss_s))
+            self._charge(min(max(0.0, surprise_s), max(self._expected_loss_s, SURPRISE_SHARE * seconds)))
         self.let_go()
 
     def let_go(self) -> None:
