@@ -241,7 +241,7 @@ def test_a_drafter_that_does_not_exist_is_refused_before_anything_is_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([command, f"{setting}=[w5]"]) == MISUSED
-    assert f"{setting}: unknown drafter 'w5'; known: history, w4" in capsys.readouterr().err
+    assert f"{setting}: unknown drafter 'w5'; known: history, shallow_loop_1, " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

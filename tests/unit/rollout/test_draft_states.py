@@ -74,14 +74,17 @@ def test_keys_written_by_another_model_end_what_stands() -> None:
     assert found(states, [7, 8], [4, 5, 6]) == (1, [])
 
 
-def test_a_pass_without_the_passes_before_it_leaves_nothing() -> None:
-    """Its keys would have been read from positions that hold somebody else's."""
-    for before, depth in (([], 1), ([9], 1), ([4], 2)):
+def test_a_pass_whose_predecessors_were_not_computed_just_so_leaves_nothing() -> None:
+    """It read its keys where nothing, or something else, was written."""
+    fifth = hidden(5.0)
+    for fed, depth, stands in (([4, 6], 1, True), ([9, 6], 1, False), ([4, 6], 2, False)):
         states = DraftStates()
-        if before:
-            drafted(states, [7, 8], before[:-1], depth=1)
-        states.keep([request([7, 8])], [[4]], hidden(5.0), depth=depth)
-        assert 5.0 not in found(states, [7, 8], [4])[1] or (before, depth) == ([4], 1)
+        drafted(states, [7, 8], [4], depth=1)
+        states.keep([request([7, 8])], [fed], fifth, depth=depth)
+        assert (5.0 in found(states, [7, 8], fed)[1]) == stands
+    states = DraftStates()
+    states.keep([request([7, 8])], [[4]], fifth, depth=1)
+    assert found(states, [7, 8], [4]) == (0, [])
 
 
 def test_drafting_again_replaces_what_stood() -> None:
