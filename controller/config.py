@@ -41,7 +41,7 @@ class ControllerConfig:
     ladder_patience_rollouts: int = 2
     """Published: equal votes in a row before gamma moves."""
 
-    margin_frac: float = 0.03
+    margin_frac: float = 0.05
     """Predicted gain over plain decoding that switches speculation on. Above the model's usual error of
     the ratio, and no larger than the share of the best speed we are willing to leave unused."""
 
