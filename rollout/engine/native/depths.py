@@ -26,40 +26,33 @@ from rollout.engine.native.work import Work
 class Standing:
     """Where the rows of a forward start."""
 
-    depth_M: Tensor
-    """Loops each row has had, int64; 0 starts at its token."""
+    depths: Sequence[int]
+    """Loops each row has had; 0 starts at its token."""
 
     hidden_MD: Tensor
-    """The states of the rows that have had any; other rows hold nothing."""
+    """The states of the rows that have had any; what stands in the other rows is not read."""
 
     @property
     def spared(self) -> int:
         """Row-loops that need not be computed again."""
-        return int(self.depth_M.sum())
+        return sum(self.depths)
 
 
 def standing_of(work: Work, states: DraftStates) -> Standing | None:
     """Return where the rows of ``row_batch(work, ...)`` start; None when all start at their tokens."""
-    rows: list[int] = []
-    numbers: list[int] = []
-    depths: list[int] = []
-    row = work.prefill_rows
-    for sequence in work.decoding if states.any else ():
+    if not states.any:
+        return None
+    depths = [0] * work.prefill_rows
+    numbers = [0] * work.prefill_rows
+    for sequence in work.decoding:
         fed = [sequence.tokens[-1], *work.drafts_of(sequence).tokens]
         depth, found = states.standing(sequence.key, fed, start=len(sequence.tokens) - 1)
-        rows += range(row, row + len(found))
-        depths += [depth] * len(found)
-        numbers += found
-        row += len(fed)
-    if not rows:
+        missing = [0] * (len(fed) - len(found))
+        depths += [depth] * len(found) + missing
+        numbers += found + missing
+    if not any(depths):
         return None
-    known_ND = states.states()
-    total = work.prefill_rows + work.verify_rows
-    depth_M = torch.zeros(total, dtype=torch.int64)
-    depth_M[rows] = torch.tensor(depths)
-    hidden_MD = known_ND.new_zeros(total, known_ND.shape[1])
-    hidden_MD[rows] = known_ND[numbers]
-    return Standing(depth_M=depth_M, hidden_MD=hidden_MD)
+    return Standing(depths=depths, hidden_MD=states.states()[torch.tensor(numbers)])
 
 
 def forward_from(
@@ -69,13 +62,12 @@ def forward_from(
 
     The bits are those of one forward of everything. ``standing.hidden_MD`` is used up.
     """
-    hidden_MD, depth_M = standing.hidden_MD, standing.depth_M
-    depths: Sequence[int] = sorted(set(depth_M.tolist()))
-    for begin, end in pairwise(depths):
-        rows_K = (depth_M <= begin).nonzero()[:, 0]
+    hidden_MD, depths = standing.hidden_MD, standing.depths
+    stops = sorted(set(depths))
+    for begin, end in pairwise(stops):
+        rows_K = torch.tensor([row for row, depth in enumerate(depths) if depth <= begin])
         given_KD = hidden_MD[rows_K] if begin else None
         part = clock.forward(decoder, rows_of(batch, rows_K), kv, loops=range(begin, end), hidden_MD=given_KD)
         hidden_MD[rows_K] = part.hidden_MD
-    last = range(depths[-1], decoder.spec.loops)
-    given_MD = hidden_MD if last.start else None
-    return clock.forward(decoder, batch, kv, loops=last, hidden_MD=given_MD).logits_RV
+    last = range(stops[-1], decoder.spec.loops)
+    return clock.forward(decoder, batch, kv, loops=last, hidden_MD=hidden_MD).logits_RV
