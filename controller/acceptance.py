@@ -7,7 +7,7 @@ limit says nothing about the positions behind the cut. Nothing here ever sees a 
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -119,11 +119,13 @@ class _Counts:
 class _Drafter:
     """Evidence about one drafter. The prior is counted as evidence, so it fades like the rest."""
 
-    def __init__(self, config: ControllerConfig, *, positions: int) -> None:
+    def __init__(self, config: ControllerConfig, *, positions: int, copies: bool) -> None:
         self._config = config
+        self._prior_acceptance = config.prior_acceptance_copied if copies else config.prior_acceptance
+        self._hope_errors = 0.0 if copies else config.hope_errors
         self.positions = positions
         self._memory = _Counts(positions, window_tokens=config.acceptance_window_tokens)
-        self._memory.add_evenly(config.prior_tokens / positions, config.prior_acceptance)
+        self._memory.add_evenly(config.prior_tokens / positions, self._prior_acceptance)
         self._recent = _Counts(positions, window_tokens=RECENT_TOKENS)
         self.sequences: dict[int, _Sequence] = {}
         self.seen_tokens = 0
@@ -141,7 +143,7 @@ class _Drafter:
         # Little evidence is met with hope: one standard error beyond that of a full memory. What it
         # costs is bounded by the evidence it brings; a wrong fear would stay until the next probes.
         shy = 1.0 / math.sqrt(tried) - 1.0 / math.sqrt(self._config.acceptance_window_tokens)
-        hope = self._config.hope_errors * math.sqrt(self._mean * (1.0 - self._mean)) * max(0.0, shy)
+        hope = self._hope_errors * math.sqrt(self._mean * (1.0 - self._mean)) * max(0.0, shy)
         lean = self._config.position_prior_tokens
         self._hazards = [
             _clip((lean * self._mean + k) / (lean + t) + hope)
@@ -239,7 +241,7 @@ class _Drafter:
         share = self._config.version_discount
         self._memory.discount(share)
         fresh = (1.0 - share) * self._config.prior_tokens / self.positions
-        self._memory.add_evenly(fresh, self._config.prior_acceptance)
+        self._memory.add_evenly(fresh, self._prior_acceptance)
         self._recent.clear()
         self.sequences.clear()
         self._stale = True
@@ -252,8 +254,14 @@ def _clip(share: float) -> float:
 class AcceptanceModel:
     """Survival of draft tokens for every drafter an engine has."""
 
-    def __init__(self, config: ControllerConfig, max_gammas: Mapping[str, int]) -> None:
-        self._drafters = {name: _Drafter(config, positions=g) for name, g in max_gammas.items()}
+    def __init__(
+        self, config: ControllerConfig, max_gammas: Mapping[str, int], *, copying: Collection[str] = ()
+    ) -> None:
+        """``copying`` names the drafters that run no model."""
+        self._drafters = {
+            name: _Drafter(config, positions=most, copies=name in copying)
+            for name, most in max_gammas.items()
+        }
 
     def observe(self, outcomes: Iterable[SequenceOutcome], *, probing: bool = False) -> None:
         """Take one round's outcomes. ``probing``: its drafts were there only to be seen."""

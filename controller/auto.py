@@ -101,6 +101,8 @@ class AutoController(BaseController):
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
         self._last_ar_per_s = 0.0
+        self._plain: tuple[tuple[int, ...], RoundPlan] | None = None
+        """Plain decoding of these sequences, priced when the last plan was made or since."""
 
     # Deciding.
 
@@ -122,7 +124,7 @@ class AutoController(BaseController):
 
     def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
         """Return the plan with the best tokens per second, that rate, and what it was made from."""
-        view = self._view(load)
+        view, self._plain = self._view(load), None
         self._options = self._priced_options(view)
         self._last_ar, self._last_ar_per_s = (view.ar_s, float(view.batch.size)), view.ar_per_s
         best = max(self._options, key=lambda a: a.worth_per_s, default=None)
@@ -160,6 +162,8 @@ class AutoController(BaseController):
     def _repeat(self, load: RoundLoad, kept: KeptPlan) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
         old, same = kept.plan.assignments, kept.keys == keys_of(load)
+        if kept.copies and not self._keeper.copies_in(kept, self._round):
+            return self._plainly(load)
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
             a = old.get(s.key)
@@ -175,7 +179,16 @@ class AutoController(BaseController):
                     continue
                 a = self._assignment(a.drafter, room)
             assignments[s.key] = a
+        if kept.copies:
+            self._keeper.copied(self._round, anything=bool(assignments))
         return kept.plan if same else self._priced(load, assignments, kept.plan.reason)
+
+    def _plainly(self, load: RoundLoad) -> RoundPlan:
+        """Return plain decoding while there is nothing to copy; priced once for the same sequences."""
+        keys = keys_of(load)
+        if self._plain is None or self._plain[0] != keys:
+            self._plain = (keys, self._priced(load, {}, "nothing to copy lately"))
+        return self._plain[1]
 
     def policy_changed(self, version: int) -> None:
         """Hear that the policy is now ``version``."""

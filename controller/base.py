@@ -26,12 +26,12 @@ COST_EVERY_S = 0.01
 """Time between rounds the cost model learns from; probes always count. At 5 ms a round says little that
 the one before did not, and learning from it would cost a percent of it."""
 
-COST_EVERY_ALIKE_S = 0.05
+COST_EVERY_ALIKE_S = 0.1
 """The same for a plain round with as many rows as the last one learned from, once the machine is known: that
 is most of the rounds where speculation does not pay, and where its price must not show."""
 
-COST_KNOWN_ROUNDS = 32
-"""Rounds learned from after which it is: more than a window of a machine parameter."""
+COST_KNOWN_ROUNDS = 20
+"""Rounds learned from after which it is: twice as many as a machine parameter needs to settle."""
 
 ERROR_FADE = 0.98
 """Weight kept per round by the running error of predictions: about fifty rounds are averaged."""
@@ -59,7 +59,11 @@ class BaseController:
         self._shapes, self._calibration = dict(shapes), calibration
         self._drafters: dict[str, DrafterTraits] = {d.name: d for d in traits.drafters}
         self._cost = CostModel(shapes, calibration, config) if calibration is not None else None
-        self._acceptance = AcceptanceModel(config, {d.name: d.max_gamma for d in traits.drafters})
+        self._acceptance = AcceptanceModel(
+            config,
+            {d.name: d.max_gamma for d in traits.drafters},
+            copying=[d.name for d in traits.drafters if not shapes[d.name].rows_per_draft_token],
+        )
         self._watchdog = Watchdog(config, self._drafters)
         self._assignments: dict[tuple[str, int], Assignment] = {}
         self._version: int | None = None

@@ -77,12 +77,17 @@ class ControllerConfig:
     """Acceptance per draft token assumed before any was seen. Hopeful on purpose: a wrong hope costs a
     few rounds, a wrong fear costs until the next probes."""
 
+    prior_acceptance_copied: float = 0.5
+    """The same for a drafter that runs no model. Text to copy is found often and seldom goes on as it did, so
+    more hope than this cost percents at four sequences; and its first drafts come early anyway."""
+
     prior_tokens: float = 8.0
     """Draft tokens the prior is worth: two rounds of evidence outweigh it."""
 
     hope_errors: float = 1.5
-    """Standard errors by which scarce evidence is read in a drafter's favour; none are left once the
-    memory is full."""
+    """Standard errors by which scarce evidence is read in favour of a drafter that runs a model; none are
+    left once the memory is full. Copies are tried for little by probes, and while one sequence gains by them
+    the others wait: no hope for those."""
 
     position_prior_tokens: float = 16.0
     """Draft tokens by which a position's acceptance leans on the drafter's mean over positions."""
@@ -179,7 +184,7 @@ class ControllerConfig:
         at_least_zero = ["margin_frac", "hysteresis_frac", "change_z", "watchdog_version_lag", "hope_errors"]
         at_least_zero += ["watchdog_cooldown_s"]
         shares = ["tail_weight", "version_discount", "watchdog_collapse_frac", "explore_budget_frac"]
-        open_shares = ["prior_acceptance", "cost_quantile", "think_budget_frac"]
+        open_shares = ["prior_acceptance", "prior_acceptance_copied", "cost_quantile", "think_budget_frac"]
         for names, low, high, words in (
             (at_least_one, 1, math.inf, ">= 1"),
             (at_least_zero, 0, math.inf, ">= 0"),

@@ -18,9 +18,14 @@ UNCHANGED_PATIENCE = 4.0
 """How much longer a plan is repeated when neither the sequences nor what is ready for them changed much."""
 
 FAR_GAIN = -0.06
-"""Predicted gain below which plain decoding is far from being beaten: it is questioned half as often."""
+"""Predicted gain below which plain decoding is far from being beaten."""
 
-FAR_PATIENCE = 2.0
+FAR_PATIENCE = 4.0
+"""How much longer plain decoding stands then, unless more is ready for free: nothing is to be gained soon,
+and what thinking costs is all that a controller costs."""
+
+PLAIN_PATIENCE = 2.0
+"""The same for plain decoding that is near: what is gained by speculating a little sooner is little."""
 
 BATCH_CHANGE = 0.25
 """Relative change of the batch that is planned for at once."""
@@ -35,10 +40,14 @@ YOUNG_TOKENS = 40.0
 """Evidence below which a drafter's plan is worked out every round: each round still teaches a lot. Half of it
 is there after a second."""
 
-YOUNG_COPIED_TOKENS = 6
+YOUNG_COPIED_TOKENS = 12
 """Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
 takes a tenth of a round on a laptop: too much to pay for every token copied."""
 
+
+LONGEST_PAUSE_ROUNDS = 16
+"""Text to copy comes in runs. While a plan that only copies finds none, it looks again after 1, 2, 4 rounds
+and so on, but no later than this: a look-up each round takes a percent of a short one."""
 
 NOTHING_INSTEAD: Mapping[int, Assignment] = MappingProxyType({})
 
@@ -55,7 +64,7 @@ class KeptPlan:
     usable: tuple[str, ...]
     prefill: bool
     patience_s: float
-    """Time for which it is not even questioned, unless the batch changes."""
+    """Time for which it stands, unless the batch changes or more is ready for free."""
 
     promised: float
     """Tokens that the drafts ready for free were expected to bring."""
@@ -93,11 +102,21 @@ class PlanKeeper:
         self._look_due, self._patience_s = look_due, PLAN_S / think_budget_frac
         self._kept: KeptPlan | None = None
         self._since_plan_s = self._since_look_up_s = 0.0
+        self._pause_rounds = self._copy_round = 0
 
     def passed(self, seconds: float) -> None:
         """Hear that a round took so long."""
         self._since_plan_s += seconds
         self._since_look_up_s += seconds
+
+    def copied(self, round_: int, *, anything: bool) -> None:
+        """Hear whether a round in which a plan that copies looked for text found some for any sequence."""
+        self._pause_rounds = 0 if anything else min(LONGEST_PAUSE_ROUNDS, max(1, 2 * self._pause_rounds))
+        self._copy_round = round_ + max(1, self._pause_rounds)
+
+    def copies_in(self, kept: KeptPlan, round_: int) -> bool:
+        """Whether the plan looks for text to copy in a round."""
+        return kept.copies and (round_ >= self._copy_round or bool(kept.models))
 
     def drop(self) -> None:
         """Plan anew next round."""
@@ -117,14 +136,14 @@ class PlanKeeper:
         used = {a.drafter for a in plan.assignments.values()}
         models = tuple(sorted(filter(self._runs_model, used)))
         young = tuple(sorted(d for d in used if d not in models and self._little_known(d)))
-        far = not plan.assignments and gain < FAR_GAIN
+        patience = 1.0 if plan.assignments else FAR_PATIENCE if gain < FAR_GAIN else PLAIN_PATIENCE
         self._kept = KeptPlan(
             plan=plan,
             round_=round_,
             keys=keys_of(load),
             usable=self._usable(),
             prefill=load.prefill_tokens > 0,
-            patience_s=self._patience_s * (FAR_PATIENCE if far else 1.0),
+            patience_s=self._patience_s * patience,
             promised=self._promised(load),
             copies=len(models) < len(used),
             instead=instead,
@@ -133,27 +152,32 @@ class PlanKeeper:
             seen_tokens=self._seen_tokens(young),
         )
         self._since_plan_s = self._since_look_up_s = 0.0
+        self._pause_rounds = self._copy_round = 0
 
     def wants_look_up(self, load: RoundLoad, round_: int) -> bool:
         """Whether a new plan may be due in a round, or the kept one is cut to what is ready."""
         kept = self._kept
-        return kept is None or kept.copies or not self._stands(kept, load, round_)
+        return kept is None or self.copies_in(kept, round_) or not self._stands(kept, load, round_)
 
     def still_good(self, load: RoundLoad, round_: int) -> KeptPlan | None:
         """Return the plan to repeat in a round, None when one must be made."""
         kept = self._kept
         if kept is None or self._stands(kept, load, round_):
             return kept
-        if self._unchanged(kept, load, round_) and self._promises_alike(kept, load):
+        if self._holds(kept, load, round_) and self._promises_alike(kept, load):
             self._since_look_up_s = 0.0
             return kept
         return None
 
     def _stands(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
         """Whether it is repeated whatever may be ready by now."""
+        return self._since_look_up_s < self._patience_s and self._holds(kept, load, round_)
+
+    def _holds(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
+        """Whether it is repeated as long as about as much is ready."""
         if self._since_plan_s < kept.patience_s:
             return self._fits(kept, load)
-        return self._since_look_up_s < kept.patience_s and self._unchanged(kept, load, round_)
+        return self._unchanged(kept, load, round_)
 
     def _fits(self, kept: KeptPlan, load: RoundLoad) -> bool:
         """Whether it is for a round like this one, and little was learnt since."""

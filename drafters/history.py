@@ -49,15 +49,11 @@ class HistoryDrafter:
         """Return how many tokens ``propose`` would draft now."""
         return [len(guess) for guess in self._guesses(requests)]
 
-    def committed(self, request: DraftRequest, *, finished: bool) -> None:
-        """Keep a finished rollout under its prompt.
-
-        What a running one grew by is indexed when somebody next asks: rounds that decode plainly pay nothing.
-        """
-        if finished:
-            self._follow(request).finish(request.key)
-            del self._prompt_of[request.key]
-            self._evict()
+    def finished(self, request: DraftRequest) -> None:
+        """Keep a finished rollout under its prompt. A running one is indexed when somebody asks."""
+        self._follow(request).finish(request.key)
+        del self._prompt_of[request.key]
+        self._evict()
 
     def forget(self, key: int) -> None:
         """Drop a running sequence without keeping its text; nothing happens once it has finished."""

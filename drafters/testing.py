@@ -60,7 +60,7 @@ class _Quiet:
         self.name = name
         self.max_gamma = max_gamma
         self.drafter_version = -1
-        self.finished: list[int] = []
+        self.ended: list[int] = []
         """Keys heard to have finished."""
         self.forgotten: list[int] = []
 
@@ -72,10 +72,9 @@ class _Quiet:
         """Return None: only drafting can tell."""
         return None
 
-    def committed(self, request: DraftRequest, *, finished: bool) -> None:
-        """Note finished sequences."""
-        if finished:
-            self.finished.append(request.key)
+    def finished(self, request: DraftRequest) -> None:
+        """Note a finished sequence."""
+        self.ended.append(request.key)
 
     def forget(self, key: int) -> None:
         """Note forgotten sequences."""

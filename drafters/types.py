@@ -166,8 +166,12 @@ class Drafter(Protocol):
         """Return per request how many draft tokens are ready for free, None when only drafting can tell."""
         ...
 
-    def committed(self, request: DraftRequest, *, finished: bool) -> None:
-        """Hear that ``request.tokens`` grew, so stores of past text can follow. Must be cheap."""
+    def finished(self, request: DraftRequest) -> None:
+        """Hear that a sequence ended whole: ``request.tokens`` are all of its text. ``forget`` follows.
+
+        Nobody is told of the tokens before: whoever is asked to draft sees them in its request, and rounds
+        that decode plainly pay for nobody.
+        """
         ...
 
     def forget(self, key: int) -> None:

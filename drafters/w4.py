@@ -180,7 +180,7 @@ class W4Drafter:
         """Return None: only drafting can tell."""
         return None
 
-    def committed(self, request: DraftRequest, *, finished: bool) -> None:
+    def finished(self, request: DraftRequest) -> None:
         """Keep nothing: the KV it reads is the policy's."""
 
     def forget(self, key: int) -> None:

@@ -69,7 +69,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "rows of a list": {"propose": _answers([5, 6], [[1 / VOCAB] * VOCAB] * 2)},
     "costs of None": {"propose": _answers([5], passes=None)},
     "negative costs": {"propose": _answers([5], rows=-3)},
-    "committed raises": {"committed": _raises},
+    "finished raises": {"finished": _raises},
     "ready raises": {"ready": _raises},
     "ready is negative": {"ready": lambda requests: [-5] * len(requests)},
     "ready is text": {"ready": lambda requests: ["many"] * len(requests)},

@@ -131,7 +131,8 @@ class Committer:
                 tokens=tuple(sequence.records[-committed:]),
             )
         )
-        self._drafting.committed(draft_request(sequence, 0), finished=finished)
+        if finished:
+            self._drafting.finished(draft_request(sequence, 0))
 
     def end(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
         """Take a sequence out of the engine and return how it ended."""

@@ -95,14 +95,11 @@ class Drafting:
         """Whether there is a drafter to ask."""
         return any(slot.enabled for slot in self.slots.values())
 
-    def committed(self, request: DraftRequest, *, finished: bool) -> None:
-        """Tell the drafters that a sequence grew; one that is off costs nothing and catches up later."""
+    def finished(self, request: DraftRequest) -> None:
+        """Tell the drafters that work that a sequence ended whole."""
         for slot in self.slots.values():
             if slot.enabled:
-                try:  # as in ``_guarded``, without building a call: this runs for every sequence and round
-                    slot.drafter.committed(request, finished=finished)
-                except Exception as error:  # noqa: BLE001 - a drafter can only cost time
-                    self._failed(slot, _cause(error))
+                self._guarded(slot, partial(slot.drafter.finished, request))
 
     def forget(self, key: int) -> None:
         """Tell every drafter, those that are off too, that a sequence is over."""

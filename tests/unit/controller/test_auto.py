@@ -7,7 +7,7 @@ import pytest
 from controller.auto import AutoController, _View
 from controller.config import ControllerConfig
 from controller.decide import build_controller
-from controller.keeping import PLAN_S
+from controller.keeping import FAR_PATIENCE, LONGEST_PAUSE_ROUNDS, PLAN_S
 from controller.testing import (
     BOTH,
     HISTORY_ONLY,
@@ -145,7 +145,9 @@ def test_early_looks_do_not_wait_for_the_next_plan_and_thinking_stays_within_its
         looks += [r] if plan.probe else []
     interval = config.probe_interval_rounds if acceptance < 0.5 else config.check_interval_rounds
     gaps = [b - a for a, b in pairwise(looks)]
-    patience_rounds = PLAN_S / config.think_budget_frac / (seconds / 1000)
+    # Here plain decoding is far ahead with few acceptances, and then stands longest.
+    patience_s = PLAN_S / config.think_budget_frac * (FAR_PATIENCE if acceptance < 0.5 else 1.0)
+    patience_rounds = patience_s / (seconds / 1000)
     assert len(gaps) >= 8
     assert max(gaps) <= interval + patience_rounds + 1
     assert (controller.thoughts - before) * PLAN_S <= config.think_budget_frac * seconds + 4 * PLAN_S
@@ -182,8 +184,9 @@ def test_drafters_are_mixed_where_only_some_sequences_have_matches() -> None:
         rest = tuple(replace(s, history_match_tokens={"history": 0}) for s in load.sequences[1:])
         return replace(load, sequences=(first, *rest))
 
-    found = regret_of(machine, controller, load_at, rounds=200)
-    late = [p for p in found.plans[100:] if not p.probe]
+    # Copies are hoped for little, so a few probes come first.
+    found = regret_of(machine, controller, load_at, rounds=700)
+    late = [p for p in found.plans[600:] if not p.probe]
     assert all(p.of(0).drafter == "history" and p.of(1).drafter == p.of(2).drafter == "w4" for p in late)
 
 
@@ -213,6 +216,34 @@ def test_what_is_ready_is_looked_up_only_where_a_plan_may_change_and_plans_are_t
         assert looked_up >= used >= 290, "a plan that copies is cut to what can be copied, every round"
     else:
         assert looked_up <= 30
+
+
+def test_a_plan_that_copies_looks_seldom_while_there_is_nothing_and_copies_again_soon_once_there_is() -> None:
+    machine = SimulatedMachine(shapes=HISTORY_ONLY, hazard=constant(0.9), stall_chance=0.0)
+    calibration = machine.calibration()
+    sees, asks = (
+        build_controller(ControllerConfig(), traits_of(HISTORY_ONLY), HISTORY_ONLY, calibration)
+        for _ in range(2)
+    )
+    looks: list[int] = []
+    copies: list[int] = []
+    seconds = 0.0
+    for r in range(300):
+        load = load_of(2, round_index=r, ready={"history": 0 if 100 <= r < 200 else 6})
+        wants = asks.wants_look_up(blind(load))
+        plan = asks.decide(load if wants else blind(load), now_s=0.01 * r)
+        assert plan == sees.decide(load, now_s=0.01 * r)
+        facts = machine.run(load, plan)
+        seconds += facts.total_s
+        asks.observe(facts)
+        sees.observe(facts)
+        looks += [r] if wants else []
+        copies += [r] if plan.assignments else []
+    assert len([r for r in looks if 100 <= r < 200]) <= 20
+    again = min(r for r in copies if r >= 200)
+    patience_rounds = PLAN_S / ControllerConfig().think_budget_frac / (seconds / 300)
+    assert again <= 200 + patience_rounds + LONGEST_PAUSE_ROUNDS
+    assert len([r for r in copies if r >= again]) >= 0.9 * (300 - again), "and then in nearly every round"
 
 
 def test_much_more_that_is_ready_is_noticed_within_the_patience() -> None:

@@ -91,7 +91,7 @@ def test_a_running_sibling_is_copied_but_not_past_its_end() -> None:
 
 def test_other_prompts_are_never_copied_even_under_the_same_name() -> None:
     history = drafter()
-    history.committed(request([1, 2, 10, 11, 12], prompt=2, key=1, uid="a"), finished=True)
+    history.finished(request([1, 2, 10, 11, 12], prompt=2, key=1, uid="a"))
     assert drafted(history, request([1, 2, 10], prompt=2, key=2, uid="b")) == []
     assert drafted(history, request([3, 2, 10], prompt=2, key=3, uid="a")) == []
     assert drafted(history, request([1, 2, 10], prompt=2, key=4, uid="a")) == [11, 12]
@@ -102,11 +102,11 @@ def test_an_earlier_rollout_is_copied_across_policy_versions_and_remembers_its_o
     history = drafter()
     assert history.drafter_version == -1
     history.rebuild(Version(policy_version=4))
-    history.committed(request([1, 2, 10, 11, 12], prompt=2, key=1), finished=True)
+    history.finished(request([1, 2, 10, 11, 12], prompt=2, key=1))
     history.rebuild(Version(policy_version=5))
     assert history.drafter_version == 5
     assert drafted(history, request([1, 2, 10], prompt=2, key=2)) == [11, 12]
-    history.committed(request([1, 2, 10, 13], prompt=2, key=2), finished=True)
+    history.finished(request([1, 2, 10, 13], prompt=2, key=2))
     texts = next(iter(history._prompts.values()))
     assert texts.finished_versions == [4, 5]
 
@@ -114,7 +114,7 @@ def test_an_earlier_rollout_is_copied_across_policy_versions_and_remembers_its_o
 def test_forgetting_drops_a_running_text_and_spares_a_finished_one() -> None:
     history = drafter()
     history.ready([request([1, 2, 10, 11], prompt=2, key=1)])
-    history.committed(request([1, 2, 20, 21], prompt=2, key=2), finished=True)
+    history.finished(request([1, 2, 20, 21], prompt=2, key=2))
     history.forget(1)
     history.forget(2)
     history.forget(99)
@@ -125,10 +125,10 @@ def test_forgetting_drops_a_running_text_and_spares_a_finished_one() -> None:
 def test_the_least_recently_used_prompt_is_dropped_first() -> None:
     history = drafter(history_prompts=2)
     for key, uid in enumerate("ab"):
-        history.committed(request([1, 2, 10, 11], prompt=2, key=key, uid=uid), finished=True)
+        history.finished(request([1, 2, 10, 11], prompt=2, key=key, uid=uid))
     assert drafted(history, request([1, 2, 10], prompt=2, key=10, uid="a")) == [11]
     history.forget(10)
-    history.committed(request([1, 2, 10, 11], prompt=2, key=2, uid="c"), finished=True)
+    history.finished(request([1, 2, 10, 11], prompt=2, key=2, uid="c"))
     assert len(history._prompts) == 2
     found = {
         uid: drafted(history, request([1, 2, 10], prompt=2, key=20 + i, uid=uid))
@@ -143,7 +143,7 @@ def test_prompts_with_running_samples_are_never_dropped() -> None:
         history.ready([request([1, 2, 10, 11], prompt=2, key=key, uid=f"p{key}")])
     assert len(history._prompts) == 5
     for key in range(5):
-        history.committed(request([1, 2, 10, 11, 12], prompt=2, key=key, uid=f"p{key}"), finished=True)
+        history.finished(request([1, 2, 10, 11, 12], prompt=2, key=key, uid=f"p{key}"))
     assert len(history._prompts) == 1
     assert not history._prompt_of
 
@@ -152,7 +152,7 @@ def test_a_prompt_keeps_its_newest_rollouts_only_and_frees_the_rest() -> None:
     history = drafter()
     total = 10 * KEPT_ROLLOUTS
     for key in range(total):
-        history.committed(request([1, 2, 100 + key, 500 + key], prompt=2, key=key), finished=True)
+        history.finished(request([1, 2, 100 + key, 500 + key], prompt=2, key=key))
     texts = next(iter(history._prompts.values()))
     assert len(texts.finished_versions) == KEPT_ROLLOUTS
     assert len(texts._texts) <= 2 * KEPT_ROLLOUTS + 4
@@ -219,7 +219,7 @@ def test_siblings_and_earlier_rollouts_are_searched_as_brute_force_says(seed: in
     for key in range(4):
         text = prompt + [rng.randrange(5) for _ in range(rng.randrange(1, 30))]
         if key % 2 == 0:
-            history.committed(request(text, prompt=6, key=key), finished=True)
+            history.finished(request(text, prompt=6, key=key))
         else:
             history.ready([request(text, prompt=6, key=key)])
         others.append(text)
@@ -241,8 +241,6 @@ def test_text_that_grew_while_nobody_asked_is_searched_once_somebody_does() -> N
         for key, text in texts.items():
             text.append(rng.randrange(5))
             requests.append(request(text, prompt=6, key=key, uid=f"p{key}"))
-            for history in (asked, late):
-                history.committed(requests[-1], finished=False)
         told = asked.ready(requests)
         if step % 20 == 19:
             assert late.propose(requests).tokens == asked.propose(requests).tokens

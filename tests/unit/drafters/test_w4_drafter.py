@@ -298,7 +298,7 @@ def test_requests_are_only_read() -> None:
     asked = request(0, tokens, 3)
     copy = dataclasses.replace(asked)
     drafter.propose([asked])
-    drafter.committed(asked, finished=True)
+    drafter.finished(asked)
     drafter.forget(0)
     assert asked == copy
     assert tokens == [1, 2, 3]
