@@ -41,6 +41,13 @@ class PartShape:
     rows_per_draft_token: int = 1
     """Rows this part computes per draft token; 0 for a drafter that runs no model."""
 
+    lane_loops: int = 0
+    """Of a pipeline over a looped policy: the loops of a token, one per forward of this part. Its sequences
+    get their tokens from as many such forwards in a round, not from the policy's. 0 for every other part."""
+
+    lane_depth: int = 0
+    """Loops after which a token proposes the next one, which then travels behind it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterTraits:

@@ -21,8 +21,21 @@ def _history(config: DrafterConfig) -> "Drafter":
     return HistoryDrafter(config)
 
 
-BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {"w4": _w4, "history": _history}
+def _wavefront(config: DrafterConfig) -> "Drafter":
+    from drafters.wavefront import WavefrontDrafter
+
+    return WavefrontDrafter(config)
+
+
+BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {
+    "w4": _w4,
+    "history": _history,
+    "wavefront": _wavefront,
+}
 """Builders import what they need, so naming a drafter costs nothing."""
+
+LOOPED_ONLY = frozenset({"wavefront"})
+"""Drafters that refuse a policy whose block runs once; an engine switches them off and says so."""
 
 
 def build(name: str, config: DrafterConfig) -> "Drafter":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS
+from drafters.registry import BUILDERS, LOOPED_ONLY
 from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig
 from rollout.engine.native.compiled import compiled_unavailable
@@ -43,13 +43,18 @@ soon as it is allowed."""
 PLAIN = Steering(plan=ar_plan)
 
 
+def drafters_for(policy: TinyPolicy) -> list[str]:
+    """Return every registered drafter that can be built from the policy."""
+    return sorted(name for name in BUILDERS if policy.spec.loops > 1 or name not in LOOPED_ONLY)
+
+
 def engine_for(policy: TinyPolicy, *, drafters: bool = True, max_batch: int = 12) -> NativeEngine:
-    """Return an engine with every registered drafter: compiled where that can be, else in float64."""
+    """Return an engine with every drafter there is for it: compiled where that can be, else in float64."""
     compiled = compiled_unavailable() is None
     config = DrafterConfig(w4_kernel="auto" if compiled else "torch")
     return tiny_engine(
         policy,
-        [build_drafter(name, config) for name in BUILDERS] if drafters else (),
+        [build_drafter(name, config) for name in drafters_for(policy)] if drafters else (),
         compiled=compiled,
         config=EngineConfig(max_batch=max_batch, max_context_tokens=128),
     )
@@ -62,11 +67,16 @@ def plain_texts(policy: TinyPolicy, requests: Sequence[Request]) -> Drive:
 
 def check_equality() -> Finding:
     """Plain decoding alone against every drafter, and a mixture that changes by round, in a batch."""
-    policy = tiny_policy(family="smollm2")
+    findings = [_equality_of(tiny_policy(family=family)) for family in ("smollm2", "ouro")]
+    return next((f for f in findings if not f.passed), findings[-1])
+
+
+def _equality_of(policy: TinyPolicy) -> Finding:
     requests = requests_for(vocab=policy.spec.vocab_size, prompts=6, samples=2, params=PARAMS, seed=3)
     expected = plain_texts(policy, requests)
-    plans = {f"{name} gamma 4": fixed_plan(name, 4) for name in BUILDERS}
-    plans["random drafter and gamma"] = random_plan(sorted(BUILDERS), max_gamma=8, seed=5)
+    names = drafters_for(policy)
+    plans = {f"{name} gamma 4": fixed_plan(name, 4) for name in names}
+    plans["random drafter and gamma"] = random_plan(names, max_gamma=8, seed=5)
     drafted = 0
     for name, plan in plans.items():
         found = drive(engine_for(policy), requests, Steering(plan=plan), batch=12)
@@ -78,14 +88,14 @@ def check_equality() -> Finding:
             difference = with_margin(difference, engine_for(policy, drafters=False), request, ids)
             return Finding(
                 part="equality",
-                name="tiny policy",
+                name="tiny policies",
                 passed=False,
-                detail=f"{name}: {difference.line()}",
+                detail=f"{policy.spec.family}, {name}: {difference.line()}",
                 difference=difference,
             )
     return Finding(
         part="equality",
-        name="tiny policy",
+        name="tiny policies",
         passed=drafted > 0,
         detail=f"{len(plans)} arms identical, {drafted} drafts accepted",
         compared=len(plans) * len(requests),

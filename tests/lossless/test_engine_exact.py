@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS, build
+from drafters.registry import BUILDERS, LOOPED_ONLY, build
 from drafters.testing import FailingDrafter, ScriptedDrafter
 from drafters.types import Drafter, DraftRequest
 from rollout.config import EngineConfig
@@ -75,7 +75,7 @@ def test_batch_mates_do_not_change_a_text(family: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", KINDS)
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - LOOPED_ONLY))
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 def test_every_drafter_and_gamma_gives_the_text_of_plain_decoding(
     name: str, gamma: int, compiled: bool
@@ -99,6 +99,17 @@ def test_a_looped_policy_gives_the_text_of_plain_decoding_with_every_drafter(
     done = run_engine(_engine(policy, compiled), requests, fixed_plan(name, 3))
     assert texts(done) == _plain(policy, compiled, requests)
     assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0 or name == "history"
+
+
+@pytest.mark.parametrize("name", sorted(LOOPED_ONLY))
+def test_a_drafter_for_looped_policies_is_off_where_the_block_runs_once(name: str) -> None:
+    policy = tiny_policy()
+    requests = _requests(policy)
+    engine = _engine(policy, False)
+    assert name not in [d.name for d in engine.traits.drafters]
+    done = run_engine(engine, requests, fixed_plan(name, 3))
+    assert texts(done) == _plain(policy, False, requests)
+    assert sum(c.provenance.drafted for c in done.values() if c.provenance) == 0
 
 
 @pytest.mark.parametrize("compiled", KINDS)

@@ -38,7 +38,15 @@ from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
-from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
+from rollout.engine.native.wavefront import Wavefront
+from rollout.engine.native.work import (
+    Work,
+    draft_request,
+    draft_work,
+    reserve_work,
+    row_batch,
+    run_lanes,
+)
 from rollout.engine.protocol import LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
 from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
@@ -93,6 +101,7 @@ class NativeEngine:
             chooser=chooser,
             verify=config.verify,
         )
+        self._wavefront = Wavefront(self._state, drafting)
         self._judge = Judge(chooser, config.verify, decisions_of)
         self.fingerprint = self._fingerprint(weights_checksum)
         self._committer = Committer(
@@ -142,7 +151,7 @@ class NativeEngine:
             )
 
         drafters = {n: shape(n, s.drafter.weight_bytes) for n, s in self._drafting.slots.items()}
-        return {POLICY: shape(POLICY, 2 * params), **drafters}
+        return {POLICY: shape(POLICY, 2 * params), **drafters, **self._wavefront.part_shapes()}
 
     def use_drafters(self, names: Collection[str]) -> None:
         """Switch every other drafter off, until the next weight update; only when idle.
@@ -176,6 +185,7 @@ class NativeEngine:
         sequence = self._scheduler.find(key)
         if sequence is None:
             return None
+        self._wavefront.drop((sequence.key,))
         return self._committer.end(sequence, "aborted", AbortedError(reason or "aborted by the caller"))
 
     @property
@@ -224,13 +234,16 @@ class NativeEngine:
     def run_round(self, plan: RoundPlan) -> RoundOutcome:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
         started = time.perf_counter()
-        work = reserve_work(self._scheduler, plan, chunk_tokens=self._config.prefill_chunk_tokens)
+        chunk_tokens = self._config.prefill_chunk_tokens
+        work = reserve_work(self._scheduler, plan, self._wavefront, chunk_tokens=chunk_tokens)
         draft_work(work, self._drafting)
+        in_lanes = run_lanes(work, self._wavefront)
         drafted = time.perf_counter()
         logits_RV = self._forward(work)
-        verdicts = self._judge.judge(work, logits_RV)
+        verdicts = self._judge.judge(work, logits_RV) + in_lanes
         verified = time.perf_counter()
         committed = self._committer.commit(work, verdicts, policy_version=self.policy_version)
+        self._wavefront.drop(o.key for o in committed.sequences if o.finished)
         done = time.perf_counter()
         facts = self._facts(work, committed, (started, drafted, verified, done))
         self._round_index += 1
@@ -251,7 +264,7 @@ class NativeEngine:
         return RoundFacts(
             round_index=self._round_index,
             policy_version=self.policy_version,
-            batch=len(work.decoding),
+            batch=work.batch,
             prefill_rows=work.prefill_rows,
             verify_rows=work.verify_rows,
             context_tokens=work.context_tokens,
@@ -332,6 +345,7 @@ class NativeEngine:
         self.discard_update()
         self.policy_version = stage.manifest.version
         self._scheduler.prefix.clear()
+        self._wavefront.clear()
         self._drafting.rebuild_all(NativePolicyView(self._state, policy_version=self.policy_version))
         self._update_s = time.perf_counter() - started
         log.info("policy version %d is live (%.2f s)", self.policy_version, self._update_s)
@@ -392,6 +406,7 @@ class NativeEngine:
             "engine/prefix_hit_tokens": float(scheduler.prefix.hit_tokens),
             "engine/prefix_lookup_tokens": float(scheduler.prefix.lookup_tokens),
             "engine/update_s": self._update_s,
+            "engine/lanes": float(self._wavefront.lanes),
             **self._drafting.gauges(),
         }
 

@@ -26,7 +26,7 @@ def test_every_default_name_is_registered() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown drafter 'w5'; known: history, w4"):
+    with pytest.raises(ValueError, match=r"unknown drafter 'w5'; known: history, w4, wavefront"):
         build("w5", DrafterConfig())
 
 
