@@ -48,6 +48,11 @@ class PartShape:
     lane_depth: int = 0
     """Loops after which a token proposes the next one, which then travels behind it."""
 
+    @property
+    def most_lanes(self) -> int:
+        """Tokens of one sequence under way in a full pipeline; 1 for a part that is none."""
+        return -(-self.lane_loops // self.lane_depth) if self.lane_loops else 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterTraits:
@@ -200,7 +205,8 @@ class RoundFacts:
 
     prefill_rows: int
     verify_rows: int
-    """Rows of decode sequences in the policy's forward: one each plus their draft tokens."""
+    """Rows of decode sequences in the policy's forward: one each plus their draft tokens. Sequences that
+    travel in lanes have none: their rows are in ``drafts``."""
 
     context_tokens: int
     """Context tokens read by all rows of the policy's forward."""
@@ -214,6 +220,11 @@ class RoundFacts:
     prefill_committed: int = 0
     """Tokens committed by sequences whose last prompt row was in this round, one each: they count as decode
     sequences from the next round on."""
+
+    @property
+    def speculated(self) -> bool:
+        """Whether any sequence decoded otherwise than plainly."""
+        return any(o.drafter != AR for o in self.outcomes)
 
     @property
     def decoded(self) -> int:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from controller.config import ControllerConfig
 from controller.types import Assignment, InFlight, RoundFacts, RoundLoad, RoundPlan
 from drafters.config import DrafterConfig
 from drafters.registry import build
+from rollout.calibration.measure import calibrate
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.rows import PAGE_TOKENS
@@ -22,6 +24,7 @@ from rollout.engine.native.torch_attention import TorchKV
 from rollout.engine.native.wavefront import Chain, Lane
 from rollout.engine.target import Choice
 from rollout.policy.weights import manifest
+from rollout.proof.steering import controlled, drive
 from rollout.testing import TinyPolicy, tiny_looped_policy
 from rollout.testing_native import (
     MIXED_PARAMS,
@@ -319,6 +322,19 @@ def test_a_pass_has_at_most_a_lane_per_readout_depth_and_sequence() -> None:
     for fact in facts:
         assert all(d.passes <= LOOPS for d in fact.drafts)
         assert fact.batch == len(fact.outcomes)
+
+
+def test_auto_prices_it_from_a_calibration_and_no_plan_changes_a_text() -> None:
+    policy, requests = tiny_looped_policy(), requests_of(12)
+    expected = plain(policy, requests, compiled=True)
+    engine = engine_of(policy, compiled=True, drafters=("wavefront", "history"))
+    calibration = calibrate(engine, ControllerConfig(), key="tiny", budget_s=1.0)
+    assert calibration.parts["wavefront"].samples >= 4
+    assert {t.rows for t in calibration.timings if t.part == "wavefront"} >= {1, 8, 32}
+    run = drive(engine, requests, controlled(engine, ControllerConfig()), batch=5)
+    assert texts(run.completions) == expected
+    assert any(t.drafter == "wavefront" for c in run.completions.values() for t in c.tokens)
+    assert run.accepted > 0
 
 
 # ---- the comparison can fail

@@ -72,7 +72,8 @@ class Committer:
         self, sequence: LiveSequence, verdict: Verdict, work: Work, out: Committed, policy_version: int
     ) -> None:
         drafts = work.drafts_of(sequence).tokens
-        drafter = work.assignments[sequence.key].drafter if drafts else AR
+        speculates = bool(drafts) or sequence in work.in_lanes
+        drafter = work.assignments[sequence.key].drafter if speculates else AR
         context, accepted_before = len(sequence.tokens), sequence.accepted
         sequence.rounds += 1
         sequence.drafted += len(drafts)

@@ -23,6 +23,7 @@ from controller.types import (
     RoundPlan,
     SequenceLoad,
 )
+from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.commit import Detokenizer
 from rollout.engine.native.committer import Committed, Committer
@@ -413,13 +414,15 @@ class NativeEngine:
     def time_forward(self, part: str, *, rows: int, context_tokens: int, sequences: int = 0) -> float:
         """Return the seconds of one forward of the policy or of a drafter that runs a model."""
         assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
+        lanes = part == WAVEFRONT and part in self._drafting.slots
         return time_forward(
-            self._decoder_of(part),
+            self._decoder if lanes else self._decoder_of(part),
             self._state.storage,
             self._scheduler.pool,
             rows=rows,
             context_tokens=context_tokens,
             sequences=sequences or rows,
+            run=self._wavefront.typical_pass if lanes else None,
         )
 
     def logits_after(self, tokens: Sequence[int]) -> Tensor:

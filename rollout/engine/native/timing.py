@@ -1,6 +1,7 @@
 """Times single forwards of a model part, for calibration and benchmarks. Touches no live sequence."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -11,11 +12,19 @@ from rollout.errors import CapacityError
 
 
 def time_forward(
-    decoder: Decoder, storage: KVStorage, pool: PagePool, *, rows: int, context_tokens: int, sequences: int
+    decoder: Decoder,
+    storage: KVStorage,
+    pool: PagePool,
+    *,
+    rows: int,
+    context_tokens: int,
+    sequences: int,
+    run: Callable[[RowBatch], object] | None = None,
 ) -> float:
     """Return the seconds of one forward: ``rows`` rows spread over ``sequences``, each at the context's end.
 
-    Needs ``sequences * context_tokens`` free token slots. Raises ``CapacityError``.
+    ``run`` is what computes it, the whole forward by default. Needs ``sequences * context_tokens`` free token
+    slots. Raises ``CapacityError``.
     """
     per_sequence = -(-rows // sequences)
     pages_each = pages_for(context_tokens + per_sequence)
@@ -32,7 +41,10 @@ def time_forward(
             head_rows_R=torch.arange(rows, dtype=torch.int32),
         )
         started = time.perf_counter()
-        decoder.forward(batch, storage)
+        if run is None:
+            decoder.forward(batch, storage)
+        else:
+            run(batch)
         return time.perf_counter() - started
     finally:
         pool.release(pages)

@@ -20,7 +20,7 @@ Shapes: M lanes, D hidden, V vocabulary.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -176,6 +176,16 @@ class Wavefront:
                 lane_loops=spec.loops,
             )
         }
+
+    def typical_pass(self, batch: RowBatch) -> None:
+        """Run one pass over these rows as full pipelines would: to be timed, on borrowed pages."""
+        decoder = self._engine.decoder
+        loop_M = torch.arange(batch.rows, dtype=torch.int32) % self._loops
+        # Of a sequence's lanes two come to a readout every ``depth`` passes: the last choice, and a proposal.
+        heads = max(1, round(2 * batch.rows / (self._depth * self.most_lanes)))
+        states_MD = decoder.embed(batch.token_ids_M)
+        rows = replace(batch, head_rows_R=batch.head_rows_R[:heads])
+        decoder.advance(states_MD, rows, self._engine.storage, loop_M=loop_M)
 
     # ---- lanes between rounds ------------------------------------------------------------------
 
