@@ -225,7 +225,8 @@ class AutoController(BaseController):
         most = min(self._drafters[name].max_gamma, self._config.gammas[-1])
         silent = most if self._model.runs_model(name) else 0
         ready = [s.history_match_tokens.get(name, silent) for s in load.sequences]
-        caps: Ints = np.minimum(np.minimum(batch.room_B, most), np.asarray(ready, dtype=np.intp))
+        useful_B = np.maximum(batch.room_B, 1) if name in self._pipelines else batch.room_B
+        caps: Ints = np.minimum(np.minimum(useful_B, most), np.asarray(ready, dtype=np.intp))
         return caps
 
     def _priced_options(self, view: _View) -> list[Allocation]:

@@ -199,7 +199,9 @@ class BaseController:
         if ready is None:
             # A drafter that runs no model and reports nothing has nothing.
             ready = self._drafters[drafter].max_gamma if self._shapes[drafter].rows_per_draft_token else 0
-        return max(0, min(self._drafters[drafter].max_gamma, sequence.remaining_tokens - 1, ready))
+        # The last token needs no draft, but it may be under way in a pipeline already.
+        useful = max(sequence.remaining_tokens - 1, int(drafter in self._pipelines))
+        return max(0, min(self._drafters[drafter].max_gamma, useful, ready))
 
     def _assignment(self, drafter: str, gamma: int) -> Assignment:
         """Return one shared record per (drafter, gamma): plans are built every round."""

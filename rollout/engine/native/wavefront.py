@@ -22,7 +22,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from controller.types import Assignment, DraftCost, PartShape
@@ -35,6 +37,10 @@ from rollout.engine.target import Choice, TargetRow
 from rollout.engine.verify import Verdict
 from rollout.errors import ConfigError
 from rollout.types import Origin
+
+ONE_CALL_VOCAB = 8192
+"""Vocabulary up to which proposals are chosen in one call with the target's own choices: logprobs that nobody
+asked for are cheaper there than a second call."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,6 +127,37 @@ class _Spent:
     """Keys of sequences a readout of which was not finite."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Frame:
+    """What names the rows of a pass, in buffers that are used again: passes of small policies are short."""
+
+    numbers: NDArray[np.int32]
+    """The five below, one under the other."""
+
+    token_ids_M: Tensor
+    positions_M: Tensor
+    table_M: Tensor
+    loop_M: Tensor
+    state_M: Tensor
+    order_M: Tensor
+    """0, 1, 2 and so on."""
+
+    @classmethod
+    def of(cls, rows: int) -> "_Frame":
+        """Return buffers for ``rows`` rows."""
+        numbers = np.zeros((5, rows), np.int32)
+        token_ids_M, positions_M, table_M, loop_M, state_M = torch.from_numpy(numbers).unbind()
+        return cls(
+            numbers=numbers,
+            token_ids_M=token_ids_M,
+            positions_M=positions_M,
+            table_M=table_M,
+            loop_M=loop_M,
+            state_M=state_M,
+            order_M=torch.arange(rows, dtype=torch.int32),
+        )
+
+
 class Wavefront:
     """The lanes of an engine. They outlive a round only for sequences that ran in it."""
 
@@ -140,6 +177,7 @@ class Wavefront:
         """By sequence key, between rounds."""
         self._states_MD: Tensor | None = None
         """Of the last pass; None before the first, when every lane starts at its token."""
+        self._frames: dict[int, _Frame] = {}
 
     # ---- what a plan may ask -------------------------------------------------------------------
 
@@ -263,42 +301,53 @@ class Wavefront:
                 else:
                     others.append((chain, index))
         logits_RV = self._pass([*final, *shallow, *others], heads=len(final) + len(shallow), spent=spent)
+        rows = [chain.target_row(index) for chain, index in (*final, *shallow)]
+        choices = self._choices(logits_RV, rows, final=len(final))
         # Proposals first: a commit ends lanes and renumbers those behind.
-        self._read(shallow, logits_RV[len(final) :], spent)
-        if final:
-            rows = [chain.target_row(index) for chain, index in final]
-            choices = self._engine.chooser.choose(logits_RV[: len(final)], rows)
-            for (chain, _), choice in zip(final, choices, strict=True):
-                chain.commit(choice)
+        for (chain, index), choice in zip(shallow, choices[len(final) :], strict=True):
+            if choice.finite:
+                chain.lanes[index].successor = choice.token
+            else:
+                spent.unread.add(chain.sequence.key)
+        for (chain, _), choice in zip(final, choices, strict=False):
+            chain.commit(choice)
+
+    def _choices(self, logits_RV: Tensor, rows: Sequence[TargetRow], *, final: int) -> list[Choice]:
+        """Return the choice of each row; the first ``final`` are the target's own and get their logprobs.
+
+        A proposal is chosen exactly as the target would choose from these logits, noise included.
+        """
+        choose = self._engine.chooser.choose
+        if logits_RV.shape[1] <= ONE_CALL_VOCAB or final in (0, len(rows)):
+            return choose(logits_RV, rows, logprobs=final > 0) if rows else []
+        proposals = choose(logits_RV[final:], rows[final:], logprobs=False)
+        return choose(logits_RV[:final], rows[:final]) + proposals
 
     def _pass(self, placed: Sequence[tuple[Chain, int]], *, heads: int, spent: _Spent) -> Tensor:
         """Take these lanes one loop further; return the logits of the first ``heads`` of them."""
         engine = self._engine
         lanes = [chain.lanes[index] for chain, index in placed]
         positions = [chain.first_position + index for chain, index in placed]
-        columns = torch.tensor(
-            [
-                [lane.token for lane in lanes],
-                positions,
-                [chain.sequence.slot for chain, _ in placed],
-                [lane.loops_run for lane in lanes],
-                [lane.state for lane in lanes],
-                range(len(lanes)),
-            ],
-            dtype=torch.int32,
+        frame = self._frame(len(lanes))
+        frame.numbers[:] = (
+            [lane.token for lane in lanes],
+            positions,
+            [chain.sequence.slot for chain, _ in placed],
+            [lane.loops_run for lane in lanes],
+            [lane.state for lane in lanes],
         )
         batch = RowBatch(
-            token_ids_M=columns[0],
-            positions_M=columns[1],
-            table_M=columns[2],
+            token_ids_M=frame.token_ids_M,
+            positions_M=frame.positions_M,
+            table_M=frame.table_M,
             page_table_SP=torch.from_numpy(engine.scheduler.page_table),
-            head_rows_R=columns[5, :heads],
+            head_rows_R=frame.order_M[:heads],
         )
         if self._states_MD is None:
             states_MD = engine.decoder.embed(batch.token_ids_M)
         else:
-            states_MD = self._states_MD.index_select(0, columns[4].to(self._states_MD.device))
-        result = engine.decoder.advance(states_MD, batch, engine.storage, loop_M=columns[3])
+            states_MD = self._states_MD.index_select(0, frame.state_M.to(self._states_MD.device))
+        result = engine.decoder.advance(states_MD, batch, engine.storage, loop_M=frame.loop_M)
         self._states_MD = result.hidden_MD
         for row, lane in enumerate(lanes):
             lane.loops_run += 1
@@ -308,14 +357,9 @@ class Wavefront:
         spent.context_tokens += sum(positions) + len(positions)
         return result.logits_RV
 
-    def _read(self, shallow: Sequence[tuple[Chain, int]], logits_RV: Tensor, spent: _Spent) -> None:
-        """Let lanes propose their successors, chosen as the target would choose from these logits."""
-        if not shallow:
-            return
-        rows = [chain.target_row(index) for chain, index in shallow]
-        choices = self._engine.chooser.choose(logits_RV, rows, logprobs=False)
-        for (chain, index), choice in zip(shallow, choices, strict=True):
-            if choice.finite:
-                chain.lanes[index].successor = choice.token
-            else:
-                spent.unread.add(chain.sequence.key)
+    def _frame(self, rows: int) -> _Frame:
+        """Return the buffers of a pass of so many rows."""
+        frame = self._frames.get(rows)
+        if frame is None:
+            frame = self._frames[rows] = _Frame.of(rows)
+        return frame

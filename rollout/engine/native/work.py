@@ -66,9 +66,11 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *,
         length = len(sequence.tokens)
         # The target's own choice follows the drafts, so the last allowed token is never worth a draft.
         most = sequence.remaining_tokens - 1
-        gamma = min(wanted.gamma, most)
-        reach = min(wavefront.reach(wanted), most) if wavefront.takes(wanted) else gamma
-        if gamma > 0 and not scheduler.reserve(sequence, length + reach, may_preempt=False):
+        gamma = reach = min(wanted.gamma, most)
+        if wavefront.takes(wanted):
+            # It may be under way already: the last token as well is found in lanes.
+            gamma, reach = wanted.gamma, min(wavefront.reach(wanted), most)
+        if reach > 0 and not scheduler.reserve(sequence, length + reach, may_preempt=False):
             gamma = 0
         if not scheduler.reserve(sequence, length, may_preempt=True):
             scheduler.preempt(sequence)

@@ -3,15 +3,16 @@
 import math
 
 import pytest
-import torch
+from torch import Tensor
 
 from controller.types import Assignment, RoundFacts, VerifyMode
 from drafters.config import DrafterConfig
 from drafters.registry import build
 from drafters.types import DraftError, DraftRequest
 from rollout.config import EngineConfig
+from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.target import Choice
+from rollout.engine.native.rows import RowBatch
 from rollout.errors import ConfigError
 from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import ar_plan, fixed_plan, requests_for, run_engine, texts, tiny_engine
@@ -93,14 +94,14 @@ def test_readouts_that_are_not_finite_cost_their_drafts_and_are_told(monkeypatch
     requests = requests_for(vocab=48, prompts=3, params=PARAMS)
     expected = texts(run_engine(engine_of(policy), requests, ar_plan))
     engine = engine_of(policy)
-    choose = engine._state.chooser.choose
+    advance = engine._decoder.advance
 
-    def broken(logits_RV: torch.Tensor, rows: object, *, logprobs: bool = True) -> list[Choice]:
-        if not logprobs:
-            logits_RV = torch.full_like(logits_RV, math.nan)
-        return choose(logits_RV, rows, logprobs=logprobs)  # type: ignore[arg-type]
+    def broken(states: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        result = advance(states, batch, kv, loop_M=loop_M)
+        result.logits_RV[loop_M[batch.head_rows_R] == 0] = math.nan
+        return result
 
-    monkeypatch.setattr(engine._state.chooser, "choose", broken)
+    monkeypatch.setattr(engine._decoder, "advance", broken)
     done = run_engine(engine, requests, fixed_plan("wavefront", 8))
     assert texts(done) == expected
     assert {t.origin for c in done.values() for t in c.tokens} == {"plain"}
