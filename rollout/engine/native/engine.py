@@ -299,6 +299,7 @@ class NativeEngine:
         prefill begins it again also with ``keep``: pages it shares would be of two versions, unlabelled.
         """
         self._open_stage()
+        self._wavefront.clear()
         if self._update_mode == "abort":
             error = AbortedError("ended by a weight update with in_flight=abort")
             return [self._committer.end(s, "aborted", error) for s in self._scheduler.under_way]
