@@ -143,6 +143,7 @@ class CostModel:
             else:
                 self._parts[name] = _Part(shape, calibration.parts[name], quantile=quantile, window=window)
         self._reuse = {AR: 0.0, **{name: shape.reuse_frac for name, shape in shapes.items()}}
+        self._reuses = any(self._reuse.values())
         self._bandwidth = FactorTracker(quantile=quantile, window=window)
         self._rate = FactorTracker(quantile=quantile, window=window)
         self._other = LineTracker(base_s=calibration.other.base_s, per_row_s=calibration.other.s_per_row)
@@ -369,7 +370,7 @@ class CostModel:
                 sequences=max(1, forwarded),
                 read_tokens=read,
                 context_tokens=context,
-                reused=reused_by(drafts, self.reuse_frac),
+                reused=reused_by(drafts, self.reuse_frac) if self._reuses else NOTHING_REUSED,
             )
         base, per_row = self.other_line_s(speculates=bool(by_drafter))
         return RoundPrediction(draft_s, verify_s, base + per_row * rows)
@@ -430,6 +431,8 @@ class CostModel:
         All shares are taken to have been as much slower than predicted as their sum was: to blame one of
         them for what is in all would overshoot, the more the smaller it is.
         """
+        if not self._reuses:
+            return 1.0
         drafts = [(o.drafter, o.gamma, o.context_tokens) for o in forwarded]
         reused = reused_by(drafts, self.reuse_frac)
         if not reused:
