@@ -21,6 +21,7 @@ from controller.cost import CostModel, DraftLine
 from controller.explore import START_GOOD_S, START_S, ExploreBudget, Pace
 from controller.keeping import NOTHING_INSTEAD, KeptPlan, PlanKeeper, keys_of
 from controller.log import Record
+from controller.pipeline import allocate_lanes
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
 
@@ -143,7 +144,7 @@ class AutoController(BaseController):
         plan = RoundPlan(
             assignments=assignments,
             reason=f"{best.candidates.label}: gain {gain:+.1%}",
-            predicted_s=self._model.predict_round(load, assignments).total_s,
+            predicted_s=self._predicted_s(load, assignments),
             predicted_tokens=best.tokens,
         )
         mixes = self._traits.gamma_per_sequence and not best.candidates.all_model
@@ -224,13 +225,18 @@ class AutoController(BaseController):
         most = min(self._drafters[name].max_gamma, self._config.gammas[-1])
         silent = most if self._model.runs_model(name) else 0
         ready = [s.history_match_tokens.get(name, silent) for s in load.sequences]
-        caps: Ints = np.minimum(np.minimum(batch.room_B, most), np.asarray(ready, dtype=np.intp))
+        useful_B = np.maximum(batch.room_B, 1) if name in self._pipelines else batch.room_B
+        caps: Ints = np.minimum(np.minimum(useful_B, most), np.asarray(ready, dtype=np.intp))
         return caps
 
     def _priced_options(self, view: _View) -> list[Allocation]:
-        options = []
+        options: list[Allocation] = []
+        found: Allocation | None
         for candidates in self._candidates(view):
-            if self._traits.gamma_per_sequence:
+            if candidates.label in self._pipelines:
+                pipeline = self._pipelines[candidates.label]
+                found = allocate_lanes(view.batch, candidates, self._model, pipeline)
+            elif self._traits.gamma_per_sequence:
                 found = allocate(
                     view.batch,
                     candidates,
@@ -251,7 +257,9 @@ class AutoController(BaseController):
         out = list(alone.values())
         free = [c for name, c in alone.items() if not self._model.runs_model(name)]
         if self._traits.gamma_per_sequence and free:
-            models = [c for name, c in alone.items() if self._model.runs_model(name)]
+            models = [
+                c for name, c in alone.items() if self._model.runs_model(name) and name not in self._pipelines
+            ]
             mixes = (
                 mixed(model, free, row_worth=view.row_worth, plain_per_s=view.ar_per_s) for model in models
             )
@@ -363,13 +371,14 @@ class AutoController(BaseController):
         for i in moved:
             key, old = view.batch.keys[i], plan.of(view.batch.keys[i])
             if old.gamma:
-                tokens -= self._acceptance.expected_accepted(old.drafter, old.gamma, key)
+                tokens -= self._expected_more(old, key)
             assignments[key] = self._assignment(name, int(caps[i]))
-            tokens += self._acceptance.expected_accepted(name, int(caps[i]), key)
+            if name not in self._pipelines:  # the first round of a pipeline fills it
+                tokens += self._acceptance.expected_accepted(name, int(caps[i]), key)
         return RoundPlan(
             assignments=assignments,
             reason=f"probe of {name}",
-            predicted_s=self._model.predict_round(view.load, assignments).total_s,
+            predicted_s=self._predicted_s(view.load, assignments),
             predicted_tokens=tokens,
             probe=True,
         )
@@ -380,7 +389,7 @@ class AutoController(BaseController):
         self._keeper.passed(facts.total_s)
         self._budget.earn(facts.total_s)
         surprised = plan is not None and plan.probe and self._settle(facts, plan)
-        speculated = facts.verify_rows > facts.batch
+        speculated = facts.speculated
         for drafter in {o.drafter for o in facts.outcomes if o.gamma > 0} if speculated else ():
             self._looks[drafter] = 0 if surprised else self._looks[drafter] + 1
             if drafter in self._seen_round:

@@ -8,6 +8,7 @@ from controller.calibration import Calibration
 from controller.config import ControllerConfig
 from controller.cost import CostModel
 from controller.log import Record, controller_record, decision_record
+from controller.pipeline import pipelines_of
 from controller.types import (
     AR,
     POLICY,
@@ -64,6 +65,7 @@ class BaseController:
             {d.name: d.max_gamma for d in traits.drafters},
             copying=[d.name for d in traits.drafters if not shapes[d.name].rows_per_draft_token],
         )
+        self._pipelines = pipelines_of(shapes)
         self._watchdog = Watchdog(config, self._drafters)
         self._assignments: dict[tuple[str, int], Assignment] = {}
         self._version: int | None = None
@@ -197,7 +199,9 @@ class BaseController:
         if ready is None:
             # A drafter that runs no model and reports nothing has nothing.
             ready = self._drafters[drafter].max_gamma if self._shapes[drafter].rows_per_draft_token else 0
-        return max(0, min(self._drafters[drafter].max_gamma, sequence.remaining_tokens - 1, ready))
+        # The last token needs no draft, but it may be under way in a pipeline already.
+        useful = max(sequence.remaining_tokens - 1, int(drafter in self._pipelines))
+        return max(0, min(self._drafters[drafter].max_gamma, useful, ready))
 
     def _assignment(self, drafter: str, gamma: int) -> Assignment:
         """Return one shared record per (drafter, gamma): plans are built every round."""
@@ -207,19 +211,31 @@ class BaseController:
         return self._assignments[key]
 
     def _expected_tokens(self, load: RoundLoad, assignments: Mapping[int, Assignment]) -> float:
-        return len(load.sequences) + sum(
-            self._acceptance.expected_accepted(a.drafter, a.gamma, key) for key, a in assignments.items()
-        )
+        return len(load.sequences) + sum([self._expected_more(a, key) for key, a in assignments.items()])
+
+    def _expected_more(self, assignment: Assignment, key: int) -> float:
+        """Return the tokens a sequence is expected to commit beyond the one it gets anyway."""
+        drafter = assignment.drafter
+        if drafter in self._pipelines:
+            alpha = self._acceptance.expected_accepted(drafter, 1, key)
+            return self._pipelines[drafter].tokens_per_round(alpha) - 1.0
+        return self._acceptance.expected_accepted(drafter, assignment.gamma, key)
+
+    def _predicted_s(self, load: RoundLoad, assignments: Mapping[int, Assignment]) -> float:
+        """Return the seconds a round is expected to take; 0 without a cost model."""
+        if self._cost is None:
+            return 0.0
+        lanes = {n: p.mean_lanes(self._acceptance.mean(n)) for n, p in self._pipelines.items()}
+        return self._cost.predict_round(load, assignments, lanes=lanes).total_s
 
     def _priced(
         self, load: RoundLoad, assignments: Mapping[int, Assignment], reason: str, *, probe: bool = False
     ) -> RoundPlan:
         """Return a plan with its predictions; 0 seconds without a cost model."""
-        seconds = self._cost.predict_round(load, assignments).total_s if self._cost is not None else 0.0
         return RoundPlan(
             assignments=assignments,
             reason=reason,
-            predicted_s=seconds,
+            predicted_s=self._predicted_s(load, assignments),
             predicted_tokens=self._expected_tokens(load, assignments),
             probe=probe,
         )

@@ -184,8 +184,11 @@ def sweep_plan(
         if name == POLICY:
             # Verification: few sequences with many rows each, up to where it is surely compute-bound.
             wide += [(s * r, s) for s in batches if s <= 8 for r in (2, 4, max_gamma)]
+        if shape.most_lanes > 1:
+            wide += [(b * shape.most_lanes, b) for b in batches]
         for rows, sequences in wide:
-            contexts = (short, long) if rows == sequences and sequences in (1, 4, 16) else (short,)
+            both = rows in (sequences, sequences * shape.most_lanes) and sequences in (1, 4, 16)
+            contexts = (short, long) if both else (short,)
             points += [
                 SweepPoint(part=name, rows=rows, sequences=sequences, context_tokens=c) for c in contexts
             ]

@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,16 @@ from controller.config import ControllerConfig
 from controller.reuse import NOTHING_REUSED, Reused, reused_by, shares_of
 from controller.tracking import FactorTracker, LineTracker, ResidualTable
 from controller.trust import Timing
-from controller.types import AR, POLICY, Assignment, DraftCost, PartShape, RoundFacts, RoundLoad
+from controller.types import (
+    AR,
+    POLICY,
+    Assignment,
+    DraftCost,
+    PartShape,
+    RoundFacts,
+    RoundLoad,
+    SequenceOutcome,
+)
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +55,8 @@ Nearer, a change of one shows as the other's, and a drafter would take the diffe
 SPEAKS_FRAC = 0.5
 """Share of a drafter's calibrated time that must be moving or computing for it to speak of the machine. Where
 most is overhead, an overhead a little wrong would pass for a machine that became several times faster."""
+
+NO_LANES: Mapping[str, float] = MappingProxyType({})
 
 PAIRED_ROUNDS = 2
 """Observed rounds after which a word of the policy about the machine no longer tells a drafter's apart."""
@@ -139,6 +151,8 @@ class CostModel:
         self._said: dict[int, deque[tuple[int, float]]] = {0: deque(maxlen=3), 1: deque(maxlen=3)}
         """By parameter, bandwidth and rate: what the policy's latest forwards say, and when."""
         self._machine = calibration.parts[POLICY]
+        self._pipelines = {name: shape for name, shape in shapes.items() if shape.lane_loops}
+        """Parts that take tokens through the loops of a policy."""
         self._take_steps(calibration.timings)
 
     def _take_steps(self, timings: Sequence[Timing]) -> None:
@@ -312,32 +326,63 @@ class CostModel:
         extra = self._other.flagged_s if speculates else 0.0
         return self._other.base_s + extra, self._other.per_row_s
 
-    def predict_round(self, load: RoundLoad, assignments: Mapping[int, Assignment]) -> RoundPrediction:
-        """Return what the round would take. Missing assignments decode plainly."""
-        draft_s, drafted, context = 0.0, 0, 0.0
+    def lanes_s(self, name: str, *, lanes: float, sequences: int, read_tokens: float) -> float:
+        """Return seconds of a round's passes of a pipeline, with so many lanes per sequence on average."""
+        return self._pipelines[name].lane_loops * self.forward_s(
+            name,
+            rows=max(1, round(lanes * sequences)),
+            sequences=sequences,
+            read_tokens=read_tokens,
+            context_tokens=lanes * read_tokens,
+        )
+
+    def predict_round(
+        self,
+        load: RoundLoad,
+        assignments: Mapping[int, Assignment],
+        *,
+        lanes: Mapping[str, float] = NO_LANES,
+    ) -> RoundPrediction:
+        """Return what the round would take. Missing assignments decode plainly.
+
+        ``lanes`` holds the mean lanes per sequence of pipelines; full ones are assumed of those not named.
+        """
+        rows, forwarded, read, context = load.prefill_tokens, 0, 0.0, 0.0
         by_drafter: dict[str, list[tuple[int, int]]] = {}
         for s in load.sequences:
             a = assignments.get(s.key)
             gamma = a.gamma if a is not None else 0
-            drafted += gamma
-            context += (gamma + 1) * s.context_tokens
             if a is not None and gamma:
                 by_drafter.setdefault(a.drafter, []).append((gamma, s.context_tokens))
-        for drafter, asked in by_drafter.items():
-            draft_s += self._drafter_s(drafter, asked)
-        rows = len(load.sequences) + drafted + load.prefill_tokens
-        drafts = [(drafter, g, c) for drafter, asked in by_drafter.items() for g, c in asked]
-        verify_s = self.verify_s(
-            rows=rows,
-            sequences=max(1, len(load.sequences)),
-            read_tokens=float(sum(s.context_tokens for s in load.sequences)),
-            context_tokens=context,
-            reused=reused_by(drafts, self.reuse_frac) if self._reuses else NOTHING_REUSED,
-        )
-        base, per_row = self.other_line_s(speculates=drafted > 0)
+                if a.drafter in self._pipelines:
+                    continue
+            forwarded += 1
+            rows += gamma + 1
+            read += s.context_tokens
+            context += (gamma + 1) * s.context_tokens
+        draft_s = sum([self._drafter_s(name, asked, lanes) for name, asked in by_drafter.items()])
+        # Pipelines are among these as well; they leave nothing done of a forward they are no part of.
+        drafts = [(name, g, c) for name, asked in by_drafter.items() for g, c in asked]
+        verify_s = 0.0
+        if rows:
+            verify_s = self.verify_s(
+                rows=rows,
+                sequences=max(1, forwarded),
+                read_tokens=read,
+                context_tokens=context,
+                reused=reused_by(drafts, self.reuse_frac) if self._reuses else NOTHING_REUSED,
+            )
+        base, per_row = self.other_line_s(speculates=bool(by_drafter))
         return RoundPrediction(draft_s, verify_s, base + per_row * rows)
 
-    def _drafter_s(self, drafter: str, asked: list[tuple[int, int]]) -> float:
+    def _drafter_s(self, drafter: str, asked: list[tuple[int, int]], lanes: Mapping[str, float]) -> float:
+        if drafter in self._pipelines:
+            return self.lanes_s(
+                drafter,
+                lanes=lanes.get(drafter, self._pipelines[drafter].most_lanes),
+                sequences=len(asked),
+                read_tokens=float(sum(context for _, context in asked)),
+            )
         if drafter in self._free:
             return self.free_draft_s(drafter, len(asked))
         total = 0.0
@@ -355,26 +400,32 @@ class CostModel:
             return
         self._observed += 1
         heard = [False, False]
-        read = float(sum(o.context_tokens for o in facts.outcomes))
-        self._observe_forward(
-            POLICY,
-            shape=(facts.verify_rows, facts.batch),
-            tokens=(read, float(facts.context_tokens)),
-            seconds=facts.verify_s * self._whole_over_rest(facts, read),
-            heard=heard,
-        )
+        forwarded = facts.outcomes
+        if self._pipelines:
+            forwarded = tuple(o for o in forwarded if o.drafter not in self._pipelines)
+        if facts.verify_rows:
+            read = float(sum([o.context_tokens for o in forwarded]))
+            self._observe_forward(
+                POLICY,
+                shape=(facts.verify_rows, len(forwarded)),
+                tokens=(read, float(facts.context_tokens)),
+                seconds=facts.verify_s * self._whole_over_rest(facts, forwarded, read),
+                heard=heard,
+            )
         drafts_s = 0.0
         for draft in facts.drafts:
             drafts_s += draft.seconds
             self._observe_draft(draft, facts, heard)
         other_s = facts.total_s - facts.verify_s - drafts_s
         if other_s >= 0.0:
-            self._other.observe(facts.verify_rows, other_s, flagged=facts.verify_rows > facts.batch)
+            self._other.observe(facts.verify_rows, other_s, flagged=facts.speculated)
         for tracker, was_heard in zip((self._bandwidth, self._rate), heard, strict=True):
             if not was_heard:
                 tracker.idle()
 
-    def _whole_over_rest(self, facts: RoundFacts, read_tokens: float) -> float:
+    def _whole_over_rest(
+        self, facts: RoundFacts, forwarded: Sequence[SequenceOutcome], read_tokens: float
+    ) -> float:
         """Return how much longer the round's policy forward would have taken had drafts left nothing done.
 
         All shares are taken to have been as much slower than predicted as their sum was: to blame one of
@@ -382,7 +433,7 @@ class CostModel:
         """
         if not self._reuses:
             return 1.0
-        drafts = [(o.drafter, o.gamma, o.context_tokens) for o in facts.outcomes]
+        drafts = [(o.drafter, o.gamma, o.context_tokens) for o in forwarded]
         reused = reused_by(drafts, self.reuse_frac)
         if not reused:
             return 1.0
@@ -390,7 +441,7 @@ class CostModel:
         def predicted_s(done: Mapping[float, Reused]) -> float:
             return self.verify_s(
                 rows=facts.verify_rows,
-                sequences=facts.batch,
+                sequences=len(forwarded),
                 read_tokens=read_tokens,
                 context_tokens=float(facts.context_tokens),
                 reused=done,
@@ -404,11 +455,14 @@ class CostModel:
             self._free[draft.drafter].observe(asked, draft.seconds, flagged=False)
         elif draft.drafter in self._parts and draft.passes > 0 and draft.rows > 0 and not draft.failures:
             rows, context = draft.rows / draft.passes, draft.context_tokens / draft.passes
-            count = max(1, round(rows))
+            count, sequences, read = max(1, round(rows)), max(1, round(rows)), context
+            if draft.drafter in self._pipelines:
+                sequences = sum(o.drafter == draft.drafter for o in facts.outcomes)
+                read = context * sequences / rows
             self._observe_forward(
                 draft.drafter,
-                shape=(count, count),
-                tokens=(context, context),
+                shape=(count, sequences),
+                tokens=(read, context),
                 seconds=draft.seconds / draft.passes,
                 heard=heard,
                 rows=rows,
@@ -466,4 +520,5 @@ class CostModel:
 
 def _sane(facts: RoundFacts) -> bool:
     times = (facts.total_s, facts.verify_s, facts.draft_s, *(d.seconds for d in facts.drafts))
-    return all(math.isfinite(t) and t >= 0.0 for t in times) and facts.verify_rows > 0 and facts.batch > 0
+    computed = facts.verify_rows > 0 or any(d.rows > 0 for d in facts.drafts)
+    return all(math.isfinite(t) and t >= 0.0 for t in times) and computed and facts.batch > 0

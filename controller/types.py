@@ -45,6 +45,18 @@ class PartShape:
     """Share of the policy's forward that this part leaves done for each row it drafted from, one per draft
     token: verification goes on from there. 0 where verification computes everything."""
 
+    lane_loops: int = 0
+    """Of a pipeline over a looped policy: the loops of a token, one per forward of this part. Its sequences
+    get their tokens from as many such forwards in a round, not from the policy's. 0 for every other part."""
+
+    lane_depth: int = 0
+    """Loops after which a token proposes the next one, which then travels behind it."""
+
+    @property
+    def most_lanes(self) -> int:
+        """Tokens of one sequence under way in a full pipeline; 1 for a part that is none."""
+        return -(-self.lane_loops // self.lane_depth) if self.lane_loops else 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterTraits:
@@ -228,7 +240,8 @@ class RoundFacts:
 
     prefill_rows: int
     verify_rows: int
-    """Rows of decode sequences in the policy's forward: one each plus their draft tokens."""
+    """Rows of decode sequences in the policy's forward: one each plus their draft tokens. Sequences that
+    travel in lanes have none: their rows are in ``drafts``."""
 
     context_tokens: int
     """Context tokens read by all rows of the policy's forward."""
@@ -248,6 +261,11 @@ class RoundFacts:
 
     draft_pass: PassSeconds | None = None
     """Of all drafters that run a model, within ``draft_s``."""
+
+    @property
+    def speculated(self) -> bool:
+        """Whether any sequence decoded otherwise than plainly."""
+        return any(o.drafter != AR for o in self.outcomes)
 
     @property
     def decoded(self) -> int:

@@ -26,6 +26,10 @@ class DrafterConfig:
     history_prompts: int = 512
     """Prompts whose earlier rollouts are kept; the least recently used is dropped."""
 
+    wavefront_depth: int = 1
+    """Loops of a looped policy after which a token proposes its successor in ``wavefront``. The fewer, the
+    more tokens travel at once: worth it as long as that readout is usually right."""
+
     failure_limit: int = 3
     """Failures in a row before a drafter is rebuilt, and again before it is switched off."""
 

@@ -28,6 +28,12 @@ def _shallow_loop(config: DrafterConfig, *, depth: int) -> "Drafter":
     return ShallowLoopDrafter(config, depth=depth)
 
 
+def _wavefront(config: DrafterConfig) -> "Drafter":
+    from drafters.wavefront import WavefrontDrafter
+
+    return WavefrontDrafter(config)
+
+
 BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {
     "w4": _w4,
     "history": _history,
@@ -35,10 +41,14 @@ BUILDERS: "dict[str, Callable[[DrafterConfig], Drafter]]" = {
     "shallow_loop_1": partial(_shallow_loop, depth=1),
     "shallow_loop_2": partial(_shallow_loop, depth=2),
     "shallow_loop_3": partial(_shallow_loop, depth=3),
+    "wavefront": _wavefront,
 }
 """Builders import what they need, so naming a drafter costs nothing."""
 
-LOOPED_ONLY = frozenset({"shallow_loop_1", "shallow_loop_2", "shallow_loop_3"})
+SHALLOW_LOOPS = ("shallow_loop_1", "shallow_loop_2", "shallow_loop_3")
+"""By depth, from one loop on."""
+
+LOOPED_ONLY = frozenset({*SHALLOW_LOOPS, "wavefront"})
 """Drafters that refuse a policy whose block runs once; an engine switches them off and says so."""
 
 

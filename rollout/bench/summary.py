@@ -120,7 +120,7 @@ def choice_of(facts: RoundFacts) -> str:
     """Name what a round did: ``prefill`` with prompt rows, ``ar``, or its drafters and longest gamma."""
     if facts.prefill_rows or not facts.batch:
         return "prefill"
-    drafters = sorted({o.drafter for o in facts.outcomes if o.gamma})
+    drafters = sorted({o.drafter for o in facts.outcomes if o.drafter != AR})
     if not drafters:
         return AR
     return f"{'+'.join(drafters)}/{max(o.gamma for o in facts.outcomes)}"

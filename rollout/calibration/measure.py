@@ -231,8 +231,13 @@ def _price_rounds(
                     if f.draft_pass is not None and any(d.passes for d in f.drafts)
                 ]
                 pass_s = statistics.median(d.seconds / d.passes for d in costs)
-                spare_s = statistics.median(told) if told else pass_s - _forward_s(engine, name, batch)
-                extras.per_pass.setdefault(name, {})[batch] = max(spare_s, 0.0)
+                rows = batch
+                if shapes[name].lane_loops:
+                    rows = round(statistics.median(d.rows / d.passes for d in costs))
+                spare_s = (
+                    statistics.median(told) if told else pass_s - _forward_s(engine, name, batch, rows=rows)
+                )
+                extras.per_pass.setdefault(name, {})[rows] = max(spare_s, 0.0)
     return extras
 
 
@@ -248,10 +253,10 @@ def _beside_forward_s(engine: Engine, plain: Sequence[RoundFacts], batch: int) -
     return statistics.median(f.total_s for f in plain) - _forward_s(engine, POLICY, batch)
 
 
-def _forward_s(engine: Engine, part: str, batch: int) -> float:
+def _forward_s(engine: Engine, part: str, batch: int, *, rows: int | None = None) -> float:
     context_tokens = len(PROMPT_IDS) + 2
     return statistics.median(
-        engine.time_forward(part, rows=batch, context_tokens=context_tokens, sequences=batch)
+        engine.time_forward(part, rows=rows or batch, context_tokens=context_tokens, sequences=batch)
         for _ in range(3)
     )
 

@@ -42,7 +42,9 @@ def time_parts(timed: Timed) -> dict[str, float]:
     passed = timed.policy_pass
     if passed is None:
         return {}
-    if passed.split is None:
+    if not passed.forward_s:
+        parts = {}  # every sequence decoded in lanes, whose passes are drafting
+    elif passed.split is None:
         parts = {FORWARD: passed.forward_s}
     else:
         split = passed.split

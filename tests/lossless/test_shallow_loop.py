@@ -13,7 +13,7 @@ from torch import Tensor
 
 from controller.types import AR, RoundFacts, RoundPlan
 from drafters.config import DrafterConfig
-from drafters.registry import LOOPED_ONLY, build
+from drafters.registry import SHALLOW_LOOPS, build
 from drafters.types import Drafter, DraftError, DraftModel, DraftRequest, DraftStep, PolicyView, Proposal
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.lossless
 
 LOOPS = 4
 DEPTHS = (1, 2, 3)
-NAMES = sorted(LOOPED_ONLY)
+NAMES = SHALLOW_LOOPS
 KINDS = [pytest.param(False, id="float64"), pytest.param(True, id="compiled")]
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=14, ignore_eos=True)
@@ -264,16 +264,16 @@ def test_after_every_rejection_position_all_planes_hold_what_a_fresh_engine_hold
 
 
 @pytest.mark.parametrize("compiled", KINDS)
-def test_drafters_of_all_depths_plain_rows_and_prompts_share_a_round(compiled: bool) -> None:
+def test_drafters_of_all_depths_lanes_plain_rows_and_prompts_share_a_round(compiled: bool) -> None:
     policy = tiny_looped_policy(seed=1, loops=LOOPS)
     requests = requests_for(vocab=48, prompts=10, samples=1, params=MIXED_PARAMS, seed=4)
-    names = [*NAMES, "w4", "history"]
+    names = [*NAMES, "wavefront", "w4", "history"]
     engine = engine_of(
         policy, drafters_of(names, compiled), compiled=compiled, prefill_chunk_tokens=5, max_batch=6
     )
-    assert texts(run_engine(engine, requests, random_plan(names, max_gamma=6, seed=9))) == plain(
-        policy, requests, compiled=compiled
-    )
+    done = run_engine(engine, requests, random_plan(names, max_gamma=6, seed=9))
+    assert texts(done) == plain(policy, requests, compiled=compiled)
+    assert {t.drafter for c in done.values() for t in c.tokens} >= {*NAMES, "wavefront", "w4", AR}
 
 
 @pytest.mark.parametrize("compiled", KINDS)

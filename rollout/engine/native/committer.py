@@ -48,14 +48,15 @@ class Committer:
     def commit(self, work: Work, verdicts: list[Verdict], *, policy_version: int) -> Committed:
         """Hand every verified token to ``commit_token``, one by one, and move the frontiers.
 
+        ``verdicts`` are those of ``work.choosing``, then those of ``work.in_lanes``.
         Raises ``NoProgressError`` when sequences decoded and nothing came of it.
         """
         out = Committed()
         for chunk in work.chunks:
             chunk.sequence.frontier = chunk.end
             self._scheduler.publish(chunk.sequence, policy_version)
-        decoding = {s.key for s in work.decoding}
-        for sequence, verdict in zip(work.choosing, verdicts, strict=True):
+        decoding = {s.key for s in (*work.decoding, *work.in_lanes)}
+        for sequence, verdict in zip((*work.choosing, *work.in_lanes), verdicts, strict=True):
             if sequence.key in decoding:
                 self._commit_decoded(sequence, verdict, work, out, policy_version)
             else:
@@ -63,15 +64,16 @@ class Committer:
                 if sequence.first_token_s is None:
                     sequence.first_token_s = time.monotonic()
                 out.prefill_tokens += self._commit_tokens(sequence, verdict, AR, out, policy_version)
-        if work.decoding and not (out.emissions or out.completions):
-            raise NoProgressError(f"a round of {len(work.decoding)} decoding sequences committed nothing")
+        if work.batch and not (out.emissions or out.completions):
+            raise NoProgressError(f"a round of {work.batch} decoding sequences committed nothing")
         return out
 
     def _commit_decoded(
         self, sequence: LiveSequence, verdict: Verdict, work: Work, out: Committed, policy_version: int
     ) -> None:
         drafts = work.drafts_of(sequence).tokens
-        drafter = work.assignments[sequence.key].drafter if drafts else AR
+        speculates = bool(drafts) or sequence in work.in_lanes
+        drafter = work.assignments[sequence.key].drafter if speculates else AR
         context, accepted_before = len(sequence.tokens), sequence.accepted
         sequence.rounds += 1
         sequence.drafted += len(drafts)

@@ -90,6 +90,11 @@ class Drafting:
         for name, slot in self.slots.items():
             slot.enabled = name in names and slot.version >= 0
 
+    def works(self, name: str) -> bool:
+        """Whether there is such a drafter, built and switched on."""
+        slot = self.slots.get(name)
+        return slot is not None and slot.enabled and slot.version >= 0
+
     @property
     def any_enabled(self) -> bool:
         """Whether there is a drafter to ask."""
@@ -159,6 +164,10 @@ class Drafting:
             seconds=time.perf_counter() - started,
             failures=0 if proposal else len(requests),
         )
+
+    def hear(self, name: str, problem: str) -> None:
+        """Note how it went with a drafter that the engine itself runs; no problem means all was sound."""
+        self._heard(self.slots[name], problem)
 
     def _checked(
         self, proposal: Proposal, requests: Sequence[DraftRequest]

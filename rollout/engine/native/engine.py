@@ -22,6 +22,7 @@ from controller.types import (
     RoundPlan,
     SequenceLoad,
 )
+from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.commit import Detokenizer
 from rollout.engine.native.committer import Committer
@@ -42,7 +43,15 @@ from rollout.engine.native.shapes import kv_bytes_per_token, part_shapes
 from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
-from rollout.engine.native.work import Work, draft_request, draft_work, reserve_work, row_batch
+from rollout.engine.native.wavefront import Wavefront
+from rollout.engine.native.work import (
+    Work,
+    draft_request,
+    draft_work,
+    reserve_work,
+    row_batch,
+    run_lanes,
+)
 from rollout.engine.protocol import LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
 from rollout.errors import AbortedError, ConfigError, UnsupportedError, WeightUpdateError
@@ -100,6 +109,7 @@ class NativeEngine:
             verify=config.verify,
             clock=self._clock,
         )
+        self._wavefront = Wavefront(self._state, drafting)
         self._judge = Judge(timed_chooser, config.verify, decisions_of)
         self.fingerprint = self._fingerprint(weights_checksum)
         self._committer = Committer(
@@ -170,6 +180,7 @@ class NativeEngine:
         sequence = self._scheduler.find(key)
         if sequence is None:
             return None
+        self._wavefront.drop((sequence.key,))
         return self._committer.end(sequence, "aborted", AbortedError(reason or "aborted by the caller"))
 
     @property
@@ -219,18 +230,21 @@ class NativeEngine:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
         started = time.perf_counter()
         self._clock.take()  # whatever a round that failed left behind
-        work = reserve_work(self._scheduler, plan, chunk_tokens=self._config.prefill_chunk_tokens)
+        chunk_tokens = self._config.prefill_chunk_tokens
+        work = reserve_work(self._scheduler, plan, self._wavefront, chunk_tokens=chunk_tokens)
         try:
             draft_work(work, self._drafting)
+            in_lanes = run_lanes(work, self._wavefront)
             draft_pass = self._clock.take()
             drafted = time.perf_counter()
             logits_RV = self._forward(work)
         finally:
             self._state.draft_states.clear()
-        verdicts = self._judge.judge(work, logits_RV)
+        verdicts = self._judge.judge(work, logits_RV) + in_lanes
         policy_pass = self._clock.take()
         verified = time.perf_counter()
         committed = self._committer.commit(work, verdicts, policy_version=self.policy_version)
+        self._wavefront.drop(o.key for o in committed.sequences if o.finished)
         done = time.perf_counter()
         times = RoundTimes(
             started_s=started,
@@ -285,6 +299,7 @@ class NativeEngine:
         prefill begins it again also with ``keep``: pages it shares would be of two versions, unlabelled.
         """
         self._open_stage()
+        self._wavefront.clear()
         if self._update_mode == "abort":
             error = AbortedError("ended by a weight update with in_flight=abort")
             return [self._committer.end(s, "aborted", error) for s in self._scheduler.under_way]
@@ -327,6 +342,7 @@ class NativeEngine:
         self.discard_update()
         self.policy_version = stage.manifest.version
         self._scheduler.prefix.clear()
+        self._wavefront.clear()
         self._drafting.rebuild_all(NativePolicyView(self._state, policy_version=self.policy_version))
         self._update_s = time.perf_counter() - started
         log.info("policy version %d is live (%.2f s)", self.policy_version, self._update_s)
@@ -402,13 +418,15 @@ class NativeEngine:
             "engine/prefix_lookup_tokens": float(scheduler.prefix.lookup_tokens),
             "engine/update_s": self._update_s,
             "engine/reused_row_loops": float(self._reused_row_loops),
+            "engine/lanes": float(self._wavefront.lanes),
             **self._drafting.gauges(),
         }
 
     def time_forward(self, part: str, *, rows: int, context_tokens: int, sequences: int = 0) -> float:
         """Return the seconds of one forward of the policy or of a drafter that runs a model."""
         assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
-        model = self._model_of(part)
+        lanes = part == WAVEFRONT and part in self._drafting.slots
+        model = None if lanes else self._model_of(part)
         return time_forward(
             self._decoder if model is None else model.decoder,
             self._state.storage,
@@ -417,6 +435,7 @@ class NativeEngine:
             context_tokens=context_tokens,
             sequences=sequences or rows,
             loops=None if model is None else model.loops,
+            run=self._wavefront.typical_pass if lanes else None,
         )
 
     @property

@@ -26,7 +26,7 @@ def round_facts(
     return RoundFacts(
         round_index=round_index,
         policy_version=policy_version,
-        batch=len(work.decoding),
+        batch=work.batch,
         prefill_rows=work.prefill_rows,
         verify_rows=work.verify_rows,
         context_tokens=work.context_tokens,

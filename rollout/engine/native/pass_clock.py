@@ -38,8 +38,19 @@ class PassClock:
         """Return what ``Decoder.forward`` does, computed to its end."""
         started = time.perf_counter()
         result = decoder.forward(batch, storage, loops=loops, hidden_MD=hidden_MD)
+        return self._counted(result, started)
+
+    def advance(
+        self, decoder: Decoder, hidden_MD: Tensor, batch: RowBatch, storage: KVStorage, *, loop_M: Tensor
+    ) -> ForwardResult:
+        """Return what ``Decoder.advance`` does, computed to its end; it counts as a forward."""
+        started = time.perf_counter()
+        return self._counted(decoder.advance(hidden_MD, batch, storage, loop_M=loop_M), started)
+
+    def _counted(self, result: ForwardResult, started_s: float) -> ForwardResult:
+        """Return ``result`` once it has been computed, with its time counted."""
         wait_for(result.logits_RV)
-        self._forward_s += time.perf_counter() - started
+        self._forward_s += time.perf_counter() - started_s
         self._forwards += 1
         if result.seconds is not None:
             self._split.append(result.seconds)

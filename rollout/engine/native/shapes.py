@@ -1,9 +1,11 @@
 """What forwards of the policy and of its drafters move and compute: the controller's view of a model."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from controller.types import POLICY, PartShape
 from drafters.types import Drafter
+from drafters.wavefront import WavefrontDrafter
 from rollout.engine.native.view import NativeDraftModel
 from rollout.policy.spec import ModelSpec
 
@@ -12,6 +14,9 @@ def part_shapes(spec: ModelSpec, drafters: Iterable[Drafter]) -> Mapping[str, Pa
     """Return the shape of the policy and of each drafter, by name."""
     shapes = {POLICY: _shape(spec, POLICY, weight_bytes=2 * _params(spec, spec.loops), loops=spec.loops)}
     for drafter in drafters:
+        if isinstance(drafter, WavefrontDrafter) and drafter.depth < spec.loops:
+            shapes[drafter.name] = _lane_shape(spec, drafter)
+            continue
         model = drafter.model if isinstance(drafter.model, NativeDraftModel) else None
         shapes[drafter.name] = _shape(
             spec,
@@ -31,6 +36,12 @@ def kv_bytes_per_token(spec: ModelSpec) -> int:
 def _params(spec: ModelSpec, loops: int) -> int:
     """Return the weights that ``loops`` loops and the head read, those of the block once per loop."""
     return spec.body_linear_params * loops + spec.head_params
+
+
+def _lane_shape(spec: ModelSpec, drafter: WavefrontDrafter) -> PartShape:
+    """Return the shape of one pass of lanes: each of its rows runs one loop and reads its planes."""
+    one_loop = _shape(spec, drafter.name, weight_bytes=2 * _params(spec, 1), loops=1)
+    return replace(one_loop, lane_loops=spec.loops, lane_depth=drafter.depth)
 
 
 def _shape(spec: ModelSpec, name: str, *, weight_bytes: int, loops: int, reused_loops: int = 0) -> PartShape:

@@ -1,8 +1,10 @@
 """Times single forwards of a model part, for calibration and benchmarks. Touches no live sequence."""
 
 import time
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.pages import PagePool, pages_for
@@ -20,11 +22,12 @@ def time_forward(
     context_tokens: int,
     sequences: int,
     loops: range | None = None,
+    run: Callable[[RowBatch], Tensor] | None = None,
 ) -> float:
     """Return the seconds of one forward: ``rows`` rows spread over ``sequences``, each at the context's end.
 
-    It runs ``loops``, from the first on (all by default), and the head. Needs ``sequences * context_tokens``
-    free token slots. Raises ``CapacityError``.
+    It runs ``loops``, from the first on (all by default), and the head; or, if given, ``run``, which returns
+    the logits it computed. Needs ``sequences * context_tokens`` free token slots. Raises ``CapacityError``.
     """
     per_sequence = -(-rows // sequences)
     pages_each = pages_for(context_tokens + per_sequence)
@@ -41,7 +44,7 @@ def time_forward(
             head_rows_R=torch.arange(rows, dtype=torch.int32),
         )
         started = time.perf_counter()
-        wait_for(decoder.forward(batch, storage, loops=loops).logits_RV)
+        wait_for(decoder.forward(batch, storage, loops=loops).logits_RV if run is None else run(batch))
         return time.perf_counter() - started
     finally:
         pool.release(pages)

@@ -10,15 +10,22 @@ from rollout.engine.native.drafting import Drafted, Drafting
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
+from rollout.engine.native.wavefront import Wavefront
+from rollout.engine.verify import Verdict
 
 
 @dataclass(kw_only=True, slots=True)
 class Work:
-    """Prompt chunks first, then each decoding sequence with its drafts."""
+    """Prompt chunks first, then each decoding sequence with its drafts, then those that decode in lanes."""
 
     chunks: list[PromptChunk]
     decoding: list[LiveSequence]
+    """Sequences of the policy's forward."""
+
     assignments: dict[int, Assignment]
+    in_lanes: list[LiveSequence] = field(default_factory=list)
+    """Sequences that decode in passes of their own, loop by loop."""
+
     drafted: dict[int, Drafted] = field(default_factory=dict)
     costs: list[DraftCost] = field(default_factory=list)
     context_tokens: int = 0
@@ -30,8 +37,13 @@ class Work:
 
     @property
     def choosing(self) -> list[LiveSequence]:
-        """Sequences that get at least one token, in the order of their head rows."""
+        """Sequences that get a token from the policy's forward, in the order of their head rows."""
         return [c.sequence for c in self.chunks if c.completes] + self.decoding
+
+    @property
+    def batch(self) -> int:
+        """Sequences that decode, whichever way."""
+        return len(self.decoding) + len(self.in_lanes)
 
     @property
     def prefill_rows(self) -> int:
@@ -40,11 +52,11 @@ class Work:
 
     @property
     def verify_rows(self) -> int:
-        """Rows of decoding sequences."""
+        """Rows of decoding sequences in the policy's forward."""
         return sum(1 + len(self.drafts_of(s).tokens) for s in self.decoding)
 
 
-def reserve_work(scheduler: Scheduler, plan: RoundPlan, *, chunk_tokens: int) -> Work:
+def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *, chunk_tokens: int) -> Work:
     """Take the pages a round needs. Drafts are optional: they give way before anyone is preempted."""
     assignments: dict[int, Assignment] = {}
     for sequence in scheduler.decoding():
@@ -53,8 +65,12 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, *, chunk_tokens: int) ->
         wanted = plan.of(sequence.key)
         length = len(sequence.tokens)
         # The target's own choice follows the drafts, so the last allowed token is never worth a draft.
-        gamma = min(wanted.gamma, sequence.remaining_tokens - 1)
-        if gamma > 0 and not scheduler.reserve(sequence, length + gamma, may_preempt=False):
+        most = sequence.remaining_tokens - 1
+        gamma = reach = min(wanted.gamma, most)
+        if wavefront.takes(wanted):
+            # It may be under way already: the last token as well is found in lanes.
+            gamma, reach = wanted.gamma, min(wavefront.reach(wanted), most)
+        if reach > 0 and not scheduler.reserve(sequence, length + reach, may_preempt=False):
             gamma = 0
         if not scheduler.reserve(sequence, length, may_preempt=True):
             scheduler.preempt(sequence)
@@ -63,10 +79,12 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, *, chunk_tokens: int) ->
         assignments[sequence.key] = (
             Assignment(drafter=wanted.drafter, gamma=gamma) if drafts else AR_ASSIGNMENT
         )
+    decoding = [s for s in scheduler.decoding() if s.key in assignments]
     return Work(
         chunks=scheduler.chunks(chunk_tokens),
-        decoding=[s for s in scheduler.decoding() if s.key in assignments],
+        decoding=[s for s in decoding if not wavefront.takes(assignments[s.key])],
         assignments=assignments,
+        in_lanes=[s for s in decoding if wavefront.takes(assignments[s.key])],
     )
 
 
@@ -82,6 +100,15 @@ def draft_work(work: Work, drafting: Drafting) -> None:
         drafted, cost = drafting.propose(name, requests)
         work.drafted.update(drafted)
         work.costs.append(cost)
+
+
+def run_lanes(work: Work, wavefront: Wavefront) -> list[Verdict]:
+    """Run the passes of the sequences in lanes and return their verdicts, in their order."""
+    verdicts, drafted, cost = wavefront.run(work.in_lanes, work.assignments)
+    work.drafted.update(drafted)
+    if cost is not None:
+        work.costs.append(cost)
+    return verdicts
 
 
 def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:

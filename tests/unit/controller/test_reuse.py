@@ -19,7 +19,15 @@ from controller.testing import (
     load_of,
     regret_of,
 )
-from controller.types import POLICY, Assignment, PartShape, RoundPlan
+from controller.types import (
+    POLICY,
+    Assignment,
+    DraftCost,
+    PartShape,
+    RoundFacts,
+    RoundPlan,
+    SequenceOutcome,
+)
 
 LOOPS, LOOP_BYTES, LOOP_FLOPS, LOOP_KV = 4, 60_000_000, 6e7, 6_000
 
@@ -164,6 +172,68 @@ def test_what_a_plan_is_chosen_by_is_what_its_round_is_predicted_to_take(per_seq
     assert found.gamma_B.min() > 0
     plan = plan_of(*[(name, g) for g in found.gamma_B.tolist()])
     assert found.seconds == pytest.approx(model.predict_round(load, plan.assignments).total_s, rel=1e-6)
+
+
+LANES = replace(loops_shape("wavefront", 1, reuse=False), lane_loops=LOOPS, lane_depth=1)
+
+
+@pytest.mark.parametrize("slow", [1.0, 1.4])
+def test_lanes_stand_beside_a_reused_forward_and_neither_takes_the_blame_for_the_other(slow: float) -> None:
+    """Two sequences of either kind in every round, on a machine that may be slower than it was calibrated."""
+    machine = machine_of(shapes={**SHAPES, "wavefront": LANES})
+    model, true = model_of(machine), model_of(machine)
+    reusing, lanes = (shallow(2), 3), ("wavefront", 8)
+    plan, load = plan_of(reusing, reusing, lanes, lanes), load_of(4, context_tokens=300)
+    apart = true.predict_round(load_of(2, context_tokens=300), plan_of(reusing, reusing).assignments)
+    lanes_s = true.lanes_s("wavefront", lanes=4.0, sequences=2, read_tokens=600.0)
+    together = true.predict_round(load, plan.assignments)
+    assert together.verify_s == pytest.approx(apart.verify_s)
+    assert together.draft_s == pytest.approx(apart.draft_s + lanes_s)
+    outcomes = [
+        SequenceOutcome(
+            key=key,
+            drafter=plan.of(key).drafter,
+            gamma=3,
+            accepted=2,
+            committed=3,
+            context_tokens=300,
+            censored=False,
+            finished=False,
+        )
+        for key in range(4)
+    ]
+    shallow_cost = DraftCost(
+        drafter=shallow(2), passes=3, rows=6, context_tokens=6 * 300, seconds=apart.draft_s * slow
+    )
+    lanes_cost = DraftCost(
+        drafter="wavefront",
+        passes=LOOPS,
+        rows=LOOPS * 8,
+        context_tokens=LOOPS * 8 * 300,
+        seconds=lanes_s * slow,
+    )
+    for r in range(150):
+        facts = RoundFacts(
+            round_index=r,
+            policy_version=0,
+            batch=4,
+            prefill_rows=0,
+            verify_rows=8,
+            context_tokens=8 * 300,
+            draft_s=together.draft_s * slow,
+            verify_s=together.verify_s * slow,
+            commit_s=0.0,
+            total_s=together.total_s * slow,
+            drafts=(shallow_cost, lanes_cost),
+            outcomes=tuple(outcomes),
+        )
+        model.observe(facts)
+    assert model.bandwidth_bytes_per_s == pytest.approx(TRUE.bandwidth_bytes_per_s / slow, rel=0.03)
+    for drafter in (shallow(2), "wavefront"):
+        assert model.own_slowdown(drafter) == pytest.approx(1.0, rel=0.03)
+    learnt = model.predict_round(load, plan.assignments)
+    assert learnt.verify_s == pytest.approx(together.verify_s * slow, rel=0.05)
+    assert learnt.draft_s == pytest.approx(together.draft_s * slow, rel=0.05)
 
 
 # ---- choosing -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from drafters.config import DrafterConfig
-from drafters.registry import LOOPED_ONLY, build
+from drafters.registry import SHALLOW_LOOPS, build
 from drafters.shallow_loop import ShallowLoopDrafter
 from drafters.types import (
     DraftError,
@@ -63,7 +63,7 @@ def request(gamma: int) -> DraftRequest:
     return DraftRequest(key=gamma, tokens=[1, 2], prompt_tokens=1, gamma=gamma, prompt_uid="p")
 
 
-@pytest.mark.parametrize("name", sorted(LOOPED_ONLY))
+@pytest.mark.parametrize("name", SHALLOW_LOOPS)
 def test_a_policy_of_too_few_loops_is_refused_with_the_reason(name: str) -> None:
     drafter = build(name, DrafterConfig())
     depth = int(name[-1])

@@ -9,11 +9,12 @@ import torch
 from controller.types import PassSeconds, RoundFacts
 from drafters.config import DrafterConfig
 from drafters.w4 import W4Drafter
+from drafters.wavefront import WavefrontDrafter
 from rollout.engine.native.compiled import compiled_unavailable
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.pass_clock import PassClock
 from rollout.engine.native.rows import RowBatch
-from rollout.testing import tiny_policy
+from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_native import Planner, ar_plan, fixed_plan, requests_for, tiny_engine
 from rollout.tracking.reduce import RolloutPool
 from rollout.tracking.time_parts import CHOICE, DRAFTING, FORWARD, OTHER, time_parts
@@ -73,6 +74,22 @@ def test_drafting_tells_its_own_forwards_and_choices_only_when_a_model_drafts() 
         assert draft.choose_s > 0
         assert draft.split is not None
         assert draft.split.total_s <= draft.forward_s
+
+
+@needs_kernels
+def test_a_round_all_in_lanes_is_drafting_and_tells_of_no_forward_it_did_not_run() -> None:
+    engine = tiny_engine(tiny_looped_policy(), [WavefrontDrafter(DrafterConfig())], compiled=True)
+    rounds = [f for f in _facts(engine, fixed_plan("wavefront", 8)) if not f.verify_rows + f.prefill_rows]
+    assert rounds
+    for facts in rounds:
+        parts = time_parts(facts)
+        assert set(parts) == {CHOICE, DRAFTING, OTHER}
+        assert sum(parts.values()) == pytest.approx(facts.total_s, abs=1e-9)
+        assert facts.policy_pass is not None
+        assert facts.policy_pass.forward_s == 0.0
+        draft = facts.draft_pass
+        assert draft is not None
+        assert 0 < draft.forward_s < draft.forward_s + draft.choose_s <= facts.draft_s
 
 
 @needs_kernels

@@ -4,13 +4,13 @@ import pytest
 
 from controller.types import POLICY
 from drafters.config import DrafterConfig
-from drafters.registry import LOOPED_ONLY, build
+from drafters.registry import SHALLOW_LOOPS, build
 from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_looped import CountingDecoder
 from rollout.testing_native import tiny_decoder, tiny_engine
 
 LOOPS = 4
-NAMES = sorted(LOOPED_ONLY)
+NAMES = SHALLOW_LOOPS
 
 
 def test_a_shallow_draft_costs_its_loops_and_the_head_and_leaves_its_loops_done() -> None:

@@ -1,0 +1,92 @@
+"""What a pipeline over the loops of a looped policy brings, and when it is the best a round can do.
+
+A token runs ``loops`` passes to the target's choice. After ``depth`` of them it proposes its successor, which
+travels behind it. A right proposal is done ``depth`` passes after the token before it; after a wrong one the
+next token starts afresh and takes all ``loops``. With right proposals at a rate of alpha a token takes
+alpha * depth + (1 - alpha) * loops passes. A round runs ``loops`` of them.
+
+Shapes in this file: B sequences.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.allocate import LEAST_S, Allocation, Batch
+from controller.candidates import Candidates
+from controller.cost import CostModel
+from controller.types import POLICY, PartShape
+
+Floats = NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """One drafter of that kind."""
+
+    depth: int
+    loops: int
+
+    def tokens_per_round(self, alpha: Number) -> Number:
+        """Return the tokens a sequence commits in a round, in a steady state."""
+        return self.loops / (alpha * self.depth + (1.0 - alpha) * self.loops)
+
+    def mean_lanes(self, alpha: float) -> float:
+        """Return the tokens of one sequence under way, over all passes.
+
+        Afresh, they are 1 for ``depth`` passes, then 2 and so on. A full pipeline holds every token for
+        ``loops`` passes and ends one every ``depth``, until a proposal was wrong.
+        """
+        filling = sum(1 + passed // self.depth for passed in range(self.loops))
+        full_passes = alpha * self.depth
+        fresh_passes = (1.0 - alpha) * self.loops
+        full = self.loops / self.depth
+        return ((1.0 - alpha) * filling + full * full_passes) / (fresh_passes + full_passes)
+
+
+def pipelines_of(shapes: Mapping[str, PartShape]) -> dict[str, Pipeline]:
+    """Return the parts that are pipelines."""
+    return {
+        name: Pipeline(depth=shape.lane_depth, loops=shape.lane_loops)
+        for name, shape in shapes.items()
+        if shape.lane_loops
+    }
+
+
+def allocate_lanes(batch: Batch, candidates: Candidates, cost: CostModel, pipeline: Pipeline) -> Allocation:
+    """Return the round in which every sequence that can travels in lanes, priced as it will go on.
+
+    Sequences with room for no draft decode plainly beside them, and so do prompt rows.
+    """
+    in_lanes_B = candidates.cap_B > 0
+    alpha_B = candidates.survival_BP[:, 0]
+    tokens_B: Floats = np.where(
+        in_lanes_B, np.minimum(pipeline.tokens_per_round(alpha_B), batch.room_B + 1.0), 1.0
+    )
+    seconds = cost.lanes_s(
+        candidates.label,
+        lanes=pipeline.mean_lanes(float(alpha_B[in_lanes_B].mean())),
+        sequences=int(np.count_nonzero(in_lanes_B)),
+        read_tokens=float(batch.context_B[in_lanes_B].sum()),
+    )
+    plain = batch.size - int(np.count_nonzero(in_lanes_B))
+    rows, read = plain + batch.prefill_tokens, float(batch.context_B[~in_lanes_B].sum())
+    if rows:
+        seconds += cost.forward_s(
+            POLICY, rows=rows, sequences=max(1, plain), read_tokens=read, context_tokens=read
+        )
+    base_s, per_row_s = cost.other_line_s(speculates=True)
+    seconds = max(LEAST_S, seconds + base_s + per_row_s * rows - batch.sunk_s)
+    gains_B = np.log(tokens_B) if batch.tail else tokens_B - 1.0
+    speed = float(batch.speed(np.asarray((gains_B * batch.worth_B).sum())))
+    return Allocation(
+        candidates=candidates,
+        gamma_B=candidates.cap_B,
+        worth_per_s=speed / seconds,
+        tokens=float(tokens_B.sum()),
+        seconds=seconds,
+    )
