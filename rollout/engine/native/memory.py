@@ -11,7 +11,8 @@ class EngineMemory:
     """The policy's, each kept once."""
 
     drafters: int
-    """What drafters' passes read. A head they share with the policy is counted with both."""
+    """What drafters' passes read. What they share with the policy (a head, the loops of a looped policy) is
+    counted with both."""
 
     kv_used: int
     """Pages that hold something now. The pool may be larger; a page takes memory once it is written."""
