@@ -466,7 +466,10 @@ def test_wandb_keeps_every_row_offline_when_the_trainers_step_goes_back(
         tracker.log({"trainer/loss": float(step)}, clock="trainer/step", at=step)
         tracker.log({"engine/batch": float(i)}, clock="engine/round", at=i)
     tracker.finish()
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # finish() returns before wandb's own process has written the file; this waits for it
 
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     parsed = [Record.FromString(raw) for raw in _wandb_records(file)]
