@@ -5,6 +5,7 @@ every verify mode. What cannot be seen from the current choice is explored on a 
 sequence draft while speculation is off, checks decode plainly while it is on.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -311,17 +312,37 @@ class AutoController(BaseController):
     # Exploring.
 
     def _explore(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan:
-        """Return ``plan``, or in its place a round that shows what it cannot."""
-        if plan.assignments:
-            bucket = bucket_of(view.batch.size)
-            seen = self._ar_seen_round.setdefault(bucket, self._round)
-            loss_s = view.ar_s - view.batch.sunk_s - view.batch.size / best_per_s
-            due = self._round >= self._check_round(bucket, seen)
-            if due and self._budget.afford(loss_s, best_per_s):
-                self._ar_seen_round[bucket] = self._round
-                return self._priced(view.load, {}, "check of plain decoding", probe=True)
-        probe = self._probe(view, plan, best_per_s)
-        return plan if probe is None else probe
+        """Return ``plan``, or in its place a round that shows what it cannot: the look overdue for longest
+        that can be afforded, or else one of the other kind."""
+        looks = [self._check, self._probe]
+        if plan.assignments and self._probe_due(view, plan) < self._check_due(view):
+            looks.reverse()  # plans are made as rarely as checks are due: probes would never get a turn
+        for look in looks:
+            found = look(view, plan, best_per_s)
+            if found is not None:
+                return found
+        return plan
+
+    def _check(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan | None:
+        """Return a round of plain decoding in place of speculation; None when not due, or too dear."""
+        if not plan.assignments or self._round < self._check_due(view):
+            return None
+        loss_s = view.ar_s - view.batch.sunk_s - view.batch.size / best_per_s
+        if not self._budget.afford(loss_s, best_per_s):
+            return None
+        self._ar_seen_round[bucket_of(view.batch.size)] = self._round
+        return self._priced(view.load, {}, "check of plain decoding", probe=True)
+
+    def _check_due(self, view: _View) -> int:
+        """Return the round in which plain decoding of this batch is to be looked at again."""
+        bucket = bucket_of(view.batch.size)
+        return self._check_round(bucket, self._ar_seen_round.setdefault(bucket, self._round))
+
+    def _probe_due(self, view: _View, plan: RoundPlan) -> int:
+        """Return the round in which the first drafter that ``plan`` leaves out is to be looked at again."""
+        used = {a.drafter for a in plan.assignments.values()}
+        rounds = [self._probe_round(name) for name in view.room_BD if name not in used]
+        return min(rounds, default=sys.maxsize)
 
     def _check_round(self, bucket: int, seen: int) -> int:
         """Return the round in which plain decoding is to be looked at again."""

@@ -10,7 +10,7 @@ START_S = 2.0
 """Time whose budget is there from the start: how wrong a calibration is shows in the first looks at what
 it says does not pay."""
 
-START_GOOD_S = 0.5
+START_GOOD_S = 0.0
 """The same under a calibration that was found good, and agreed with forwards taken again at this start."""
 
 

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from controller.acceptance import AcceptanceModel
 from controller.types import Assignment, RoundLoad, RoundPlan
 
-PLAN_S = 1.1e-3
-"""What working out one plan takes in Python, a few dozen array operations: used to ration planning."""
+PLAN_S = 2.2e-3
+"""What working out one plan takes in Python, a few dozen array operations: used to ration planning.
+Twice what it takes in a loop: between forwards, which read all weights, its code and data are found cold."""
 
 UNCHANGED_PATIENCE = 4.0
 """How much longer a plan is repeated when neither the sequences nor what is ready for them changed much."""
