@@ -101,6 +101,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(tmp_path: Path, device: s
         build_engine(PolicyConfig(source=str(tmp_path)), config, DrafterConfig(names=()))
 
 
+@pytest.mark.slow
 def test_fast_numerics_are_never_called_exact_for_passing_the_check_by_luck(tmp_path: Path) -> None:
     save_tiny_folder(tmp_path)
     traits = {}

@@ -13,6 +13,10 @@ from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.testing import SPECS, TinyPolicy, tiny_config, tiny_policy
 
 FAMILIES = sorted(SPECS)
+QUICK = ("qwen3", "smollm2")
+"""With and without norms of queries and keys; the others are checked as thoroughly among the slow tests."""
+
+EACH_FAMILY = [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 
 
 def decoder_of(policy: TinyPolicy, *, dtype: torch.dtype = torch.float64, exact: bool = True) -> TorchDecoder:
@@ -75,7 +79,7 @@ def hf_model(policy: TinyPolicy, *, accurate_norms: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_float64_logits_agree_with_transformers_whole_chunked_and_one_by_one(
     family: str, exact: bool
 ) -> None:
@@ -101,7 +105,7 @@ def test_logits_agree_with_untouched_transformers_to_its_own_norm_precision(fami
     "dtype",
     [torch.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float64, torch.bfloat16))],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_a_rows_bits_do_not_depend_on_its_batch_its_chunk_or_its_pages(
     family: str, dtype: torch.dtype
 ) -> None:

@@ -157,6 +157,7 @@ def test_the_loss_is_the_weighted_sum_of_every_loops_loss() -> None:
     assert moved == {"model.early_exit_gate.weight", "model.early_exit_gate.bias"}
 
 
+@pytest.mark.slow
 def test_the_teaching_loss_reaches_weights_through_hidden_states_alone() -> None:
     model = policy(**{DISTILLATION_WEIGHT: 0.7}).train()
     mask = torch.ones_like(IDS)
