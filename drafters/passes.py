@@ -1,14 +1,25 @@
 """Drafting by passes of a model: each pass takes every sequence one token further.
 
+Where the model can, one call runs all of them; else they are run one by one, and give the same tokens.
+
 Shapes: V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, Proposal
+from drafters.types import (
+    ChainingModel,
+    DraftChain,
+    DraftError,
+    DraftModel,
+    DraftRequest,
+    DraftStep,
+    Proposal,
+)
 
 
 def draft_by_passes(
@@ -20,10 +31,53 @@ def draft_by_passes(
     ``problem``. ``name`` is the drafter's, for messages.
     """
     gammas = [min(r.gamma, max_gamma) for r in requests]
+    chain = _chain(name, model, requests, gammas)
+    if chain is not None:
+        drafts, probs, problem = chain.tokens, None, chain.problem
+    else:
+        drafts, probs, problem = _stepped(name, model, requests, gammas, vocab_size)
+    counts = [len(tokens) for tokens in drafts]
+    return Proposal(
+        tokens=drafts,
+        probs=probs,
+        passes=max(counts, default=0),
+        rows=sum(counts),
+        # A row reads the keys of all its tokens and of every draft before it, its own input included.
+        context_tokens=sum(
+            n * len(r.tokens) + n * (n - 1) // 2 for n, r in zip(counts, requests, strict=True)
+        ),
+        problem=problem,
+    )
+
+
+def _chain(
+    name: str, model: DraftModel, requests: Sequence[DraftRequest], gammas: Sequence[int]
+) -> DraftChain | None:
+    """Run all passes in one go, None where they must be run one by one."""
+    if not isinstance(model, ChainingModel) or not any(gammas):
+        return None
+    try:
+        chain = model.chain(requests, gammas)
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        raise DraftError(f"{name}'s draft passes failed: {error}") from error
+    if chain is not None and chain.problem:
+        problem = f"{name}'s draft pass failed: {chain.problem}"
+        if not any(chain.tokens):
+            raise DraftError(problem)
+        return replace(chain, problem=problem)
+    return chain
+
+
+def _stepped(
+    name: str,
+    model: DraftModel,
+    requests: Sequence[DraftRequest],
+    gammas: Sequence[int],
+    vocab_size: int,
+) -> tuple[list[list[int]], list[Tensor] | None, str]:
+    """Run the passes one by one; return drafts, their distributions and what failed, if anything."""
     drafts: list[list[int]] = [[] for _ in requests]
     probs: list[list[Tensor]] = [[] for _ in requests]
-    passes = rows = context_tokens = 0
-    problem = ""
     for depth in range(max(gammas, default=0)):
         live = [i for i, gamma in enumerate(gammas) if gamma > depth]
         try:
@@ -31,24 +85,12 @@ def draft_by_passes(
         except DraftError as error:
             if depth == 0:
                 raise
-            problem = str(error)
-            break
-        passes += 1
-        rows += len(live)
-        # Row i reads the keys of all its tokens and of every draft before it, its own input included.
-        context_tokens += sum(len(requests[i].tokens) + depth for i in live)
+            return drafts, _stacked(name, drafts, probs), str(error)
         for row, i in enumerate(live):
             drafts[i].append(step.tokens[row])
             if step.probs is not None:
                 probs[i].append(step.probs[row])
-    return Proposal(
-        tokens=drafts,
-        probs=_stacked(name, drafts, probs),
-        passes=passes,
-        rows=rows,
-        context_tokens=context_tokens,
-        problem=problem,
-    )
+    return drafts, _stacked(name, drafts, probs), ""
 
 
 def _step(

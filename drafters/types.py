@@ -5,7 +5,7 @@ Shapes in this folder: R rows, B sequences, V vocabulary, N out features, K in f
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -69,6 +69,30 @@ class DraftModel(Protocol):
 
         Row i's input is ``drafts[i][-1]``, or the last committed token when ``drafts[i]`` is empty;
         its position follows. It writes provisional KV there, beyond the frontier.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftChain:
+    """What several passes chose in one go."""
+
+    tokens: list[list[int]]
+    """Per request its drafts, at most its gamma of them."""
+
+    problem: str = ""
+    """What stopped drafting early, if anything failed; drafts before it are sound."""
+
+
+@runtime_checkable
+class ChainingModel(DraftModel, Protocol):
+    """A ``DraftModel`` that can run several passes without anyone between them."""
+
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
+        """Draft ``gammas[i]`` tokens for each request, the very tokens that ``step`` would give.
+
+        None when these requests need ``step``: it alone reports distributions, and penalties, bias and
+        bans are known to Python alone. Nothing has happened then.
         """
         ...
 

@@ -73,6 +73,31 @@ class DraftStates:
         self._kept.append(hidden_MD.clone())
         self._count += hidden_MD.shape[0]
 
+    def keep_chain(
+        self,
+        requests: Sequence[DraftRequest],
+        fed: Sequence[Sequence[int]],
+        hidden_ND: Tensor,
+        *,
+        depth: int,
+    ) -> None:
+        """Take the states of a whole chain of passes through ``depth`` loops; ``overwritten`` came before it.
+
+        Request i was fed ``fed[i]``, its last committed token first, one token per pass, and ``fed`` never
+        gets longer from one request to the next; ``hidden_ND`` has a row per token, pass by pass. It is kept.
+        """
+        for request, tokens in zip(requests, fed, strict=True):
+            start = len(request.tokens) - 1
+            self._chains[request.key] = _Chain(start=start, depth=depth, tokens=list(tokens))
+        first = self._count
+        for index in range(len(fed[0]) if fed else 0):
+            live = sum(len(tokens) > index for tokens in fed)
+            for number, request in enumerate(requests[:live], first):
+                self._chains[request.key].states.append(number)
+            first += live
+        self._kept.append(hidden_ND)
+        self._count += hidden_ND.shape[0]
+
     def overwritten(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> None:
         """Hear that a pass is about to write keys where these rows stand: states from there on are void."""
         for request, draft in zip(requests, drafts, strict=True):

@@ -6,14 +6,25 @@ from dataclasses import dataclass, field
 import torch
 
 from controller.types import VerifyMode
-from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
+from drafters.types import (
+    DraftChain,
+    DraftError,
+    DraftModel,
+    DraftRequest,
+    DraftStep,
+    LinearWeight,
+    QuantizedLinear,
+)
 from rollout.engine import noise
+from rollout.engine.native.compiled import CompiledDecoder
 from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.draft_chain import ChainRow, run_chain
 from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.target import needs_edits
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,6 +90,40 @@ class NativeDraftModel:
         self.decoder = decoder
         self.reused_loops = reused_loops
         self.loops = range(reused_loops or decoder.spec.loops)
+
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
+        """Implements ``drafters.types.ChainingModel.chain``: in ``coupled``, compiled, where nothing edits
+        the logits."""
+        state, decoder = self._state, self.decoder
+        port = state.chooser.port
+        if port is None or state.verify != "coupled" or not isinstance(decoder, CompiledDecoder):
+            return None
+        order = sorted((i for i, gamma in enumerate(gammas) if gamma), key=lambda i: -gammas[i])
+        sequences = [state.scheduler.running[requests[i].key] for i in order]
+        targets = [s.target_row([], seed=None) for s in sequences]
+        if any(needs_edits(target) for target in targets):
+            return None
+        asked = [requests[i] for i in order]
+        state.draft_states.overwritten(asked, [()] * len(asked))
+        run = run_chain(
+            decoder,
+            [
+                ChainRow(token=request.tokens[-1], slot=s.slot, gamma=gammas[i], target=target)
+                for i, request, s, target in zip(order, asked, sequences, targets, strict=True)
+            ],
+            loops=self.loops,
+            kv=state.storage,
+            page_table_SP=state.scheduler.page_table,
+            port=port,
+            keep_states=self.reused_loops > 0,
+        )
+        if run.hidden_ND is not None:
+            state.draft_states.keep_chain(asked, run.fed, run.hidden_ND, depth=self.reused_loops)
+        state.clock.chained(run.split, run.choose_s)
+        drafts: list[list[int]] = [[] for _ in requests]
+        for i, tokens in zip(order, run.drafts, strict=True):
+            drafts[i] = tokens
+        return DraftChain(tokens=drafts, problem=run.error)
 
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         """Implements ``drafters.types.DraftModel.step``."""

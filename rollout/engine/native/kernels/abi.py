@@ -1,11 +1,12 @@
 """The C interface of ``forward.cpp``: its structs field by field, and the library that speaks it."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import drafters.int4
 from drafters.kernels.build import KernelBuildError, load
+from rollout.engine import chooser_call
 
 SOURCE = Path(__file__).parent / "forward.cpp"
 
@@ -112,6 +113,26 @@ class CallStruct(ctypes.Structure):
     ]
 
 
+class ChainStruct(ctypes.Structure):
+    """``chain::Call``."""
+
+    _fields_ = [
+        ("forward", CallStruct),
+        ("choose", chooser_call.CallStruct),
+        ("port", chooser_call.PortStruct),
+        ("gammas", c_void_p),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("next", c_void_p),
+        ("finite", c_void_p),
+        ("phase_s", c_void_p),
+        ("choose_s", c_double),
+        ("keep_states", c_int32),
+        ("forwards", c_int32),
+        ("passes", c_int32),
+    ]
+
+
 def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Return the built and typed library. ``defines`` chooses a back end. Raises ``KernelBuildError``."""
     loaded = load(SOURCE, (Path(drafters.int4.__file__).parent,), defines)
@@ -122,6 +143,7 @@ def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
         "taildraft_decoder_new": (c_void_p, [POINTER(ModelStruct), c_void_p]),
         "taildraft_decoder_free": (None, [c_void_p]),
         "taildraft_forward": (c_int, [c_void_p, POINTER(CallStruct)]),
+        "taildraft_chain": (c_int, [c_void_p, POINTER(ChainStruct)]),
         "taildraft_pack": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int]),
         "taildraft_advise": (None, [c_void_p, c_size_t]),
     }
@@ -129,6 +151,14 @@ def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def check(status: int) -> None:
+    """Raise ``ValueError`` for what a wrong batch causes, ``RuntimeError`` for any other failure."""
+    if status in CALLER_STATUS:
+        raise ValueError(STATUS[status])
+    if status:
+        raise RuntimeError(STATUS[status])
 
 
 def unavailable() -> str | None:

@@ -88,6 +88,9 @@ class Decoder {
     return kOk;
   }
 
+  // Of a hidden state, in floats.
+  int width() const { return model_.hidden; }
+
  private:
   void lap(const Member& me, phases::Phase phase) {
     if (me.index == 0) watch_.lap(phase);

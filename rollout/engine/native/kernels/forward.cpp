@@ -1,6 +1,7 @@
 // The C interface of the decoder: what kernels/abi.py calls.
 #include <sys/mman.h>
 
+#include "chain.h"
 #include "decoder.h"
 
 #define TAILDRAFT_API extern "C" __attribute__((visibility("default")))
@@ -41,6 +42,14 @@ TAILDRAFT_API void taildraft_decoder_free(void* decoder) { delete static_cast<fo
 TAILDRAFT_API int taildraft_forward(void* decoder, const forward::Call* call) {
   try {
     return static_cast<forward::Decoder*>(decoder)->run(*call);
+  } catch (const std::bad_alloc&) {
+    return forward::kNoMemory;
+  }
+}
+
+TAILDRAFT_API int taildraft_chain(void* decoder, chain::Call* call) {
+  try {
+    return chain::run(*static_cast<forward::Decoder*>(decoder), *call);
   } catch (const std::bad_alloc&) {
     return forward::kNoMemory;
   }
