@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from drafters.types import (
-    ChainingModel,
     DraftChain,
     DraftError,
     DraftModel,
@@ -54,7 +53,7 @@ def _chain(
     name: str, model: DraftModel, requests: Sequence[DraftRequest], gammas: Sequence[int]
 ) -> DraftChain | None:
     """Run all passes in one go, None where they must be run one by one."""
-    if not isinstance(model, ChainingModel) or not any(gammas):
+    if not any(gammas):
         return None
     try:
         chain = model.chain(requests, gammas)

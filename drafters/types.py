@@ -5,7 +5,7 @@ Shapes in this folder: R rows, B sequences, V vocabulary, N out features, K in f
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -61,18 +61,6 @@ class DraftStep:
     """Per row the distribution (V,) the token was drawn from; None under coupled noise."""
 
 
-class DraftModel(Protocol):
-    """A forward of the policy's architecture with other linears, over the policy's own KV pages."""
-
-    def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
-        """Run one row per request and choose the next token of each.
-
-        Row i's input is ``drafts[i][-1]``, or the last committed token when ``drafts[i]`` is empty;
-        its position follows. It writes provisional KV there, beyond the frontier.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftChain:
     """What several passes chose in one go."""
@@ -84,15 +72,23 @@ class DraftChain:
     """What stopped drafting early, if anything failed; drafts before it are sound."""
 
 
-@runtime_checkable
-class ChainingModel(DraftModel, Protocol):
-    """A ``DraftModel`` that can run several passes without anyone between them."""
+class DraftModel(Protocol):
+    """A forward of the policy's architecture with other linears, over the policy's own KV pages."""
 
     def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
-        """Draft ``gammas[i]`` tokens for each request, the very tokens that ``step`` would give.
+        """Draft ``gammas[i]`` tokens for each request in one go: the very tokens that ``step`` gives.
 
-        None when these requests need ``step``: it alone reports distributions, and penalties, bias and
-        bans are known to Python alone. Nothing has happened then.
+        None, and nothing has happened, where passes must be run one by one: in a model that cannot do
+        otherwise, and for requests of which somebody must know a draft before the next (penalties, bans,
+        distributions to report).
+        """
+        ...
+
+    def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
+        """Run one row per request and choose the next token of each.
+
+        Row i's input is ``drafts[i][-1]``, or the last committed token when ``drafts[i]`` is empty;
+        its position follows. It writes provisional KV there, beyond the frontier.
         """
         ...
 

@@ -310,6 +310,9 @@ class Failing:
     after: bool
     passes: int = 0
 
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> None:
+        return None
+
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         self.passes += 1
         fails = self.passes % 3 == 0

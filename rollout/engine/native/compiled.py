@@ -10,9 +10,9 @@ import copy
 import ctypes
 import math
 import weakref
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from torch import Tensor
 from controller.types import ForwardSeconds
 from drafters.int4.memory import lazy_bytes
 from drafters.types import LinearWeight, QuantizedLinear
-from rollout.engine.native.compiled_weights import PANEL, PackedLinear, Weights
+from rollout.engine.native.compiled_weights import PANEL, PackedCodes, Weights, checked_linear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.kernels import abi
 from rollout.engine.native.loops import check_states, checked_loops, tap_place
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
+from rollout.engine.native.scratch import RowBuffer
 from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
 
@@ -38,18 +39,6 @@ def isa() -> str:
     """Return the build's instruction set: ``avx512``, ``avx2`` or ``generic``. All give the same bits."""
     name: bytes = abi.library().taildraft_isa()
     return name.decode()
-
-
-@runtime_checkable
-class _Quantized(Protocol):
-    """What the kernels need of a ``QuantizedLinear``: codes, and scales where they are not inside."""
-
-    name: str
-    out_features: int
-    in_features: int
-    bits: int
-    packed: Tensor
-    scales: Tensor | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,24 +57,6 @@ class CompiledKV:
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page on every plane."""
         self.data[:, target].copy_(self.data[:, source])
-
-
-@dataclass(kw_only=True, slots=True)
-class _Scratch:
-    """Buffers of a decoder that grow and are reused."""
-
-    hidden_MD: Tensor = field(default_factory=lambda: torch.empty(0))
-    logits_RV: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def hidden(self, rows: int, width: int) -> Tensor:
-        if self.hidden_MD.numel() < rows * width:
-            self.hidden_MD = torch.empty(rows, width)
-        return self.hidden_MD.view(-1)[: rows * width].view(rows, width)
-
-    def logits(self, rows: int, width: int) -> Tensor:
-        if self.logits_RV.numel() < rows * width:
-            self.logits_RV = torch.empty(rows, width)
-        return self.logits_RV.view(-1)[: rows * width].view(rows, width)
 
 
 class _Team:
@@ -122,7 +93,7 @@ class CompiledDecoder:
         self._cos_PH, self._sin_PH = cos_PH.contiguous(), sin_PH.contiguous()
         self._team = _Team(self._library, threads)
         self._weights = Weights(spec=spec, library=self._library, team=self._team.handle)
-        self._quantized: Mapping[str, _Quantized] = {}
+        self._quantized: Mapping[str, PackedCodes] = {}
         self._attach()
 
     def _attach(self) -> None:
@@ -132,7 +103,7 @@ class CompiledDecoder:
         if not handle:
             raise MemoryError("could not make a decoder")
         self._handle: int = handle
-        self._scratch = _Scratch()
+        self._hidden, self._logits = RowBuffer(), RowBuffer()
         # In the order of ``abi.PHASES``, filled by every forward.
         self._phase_s = (ctypes.c_double * len(abi.PHASES))()
         self._phase_address = ctypes.addressof(self._phase_s)
@@ -146,7 +117,7 @@ class CompiledDecoder:
     @property
     def scratch_bytes(self) -> int:
         """Memory of the hidden states and logits of the widest forward so far."""
-        return self._scratch.hidden_MD.nbytes + self._scratch.logits_RV.nbytes
+        return self._hidden.nbytes + self._logits.nbytes
 
     def description(self) -> str:
         """Return what the numerics of this build depend on: a part of the numerics fingerprint."""
@@ -178,7 +149,7 @@ class CompiledDecoder:
         for name, linear in linears.items():
             if name not in self._weights.linears:
                 raise ValueError(f"there is no linear {name!r} to replace")
-            quantized[name] = _checked(linear, self._weights.linears[name])
+            quantized[name] = checked_linear(linear, self._weights.linears[name])
         other = copy.copy(self)
         other._quantized = {**self._quantized, **quantized}
         other._attach()
@@ -198,7 +169,7 @@ class CompiledDecoder:
         call = self._call(batch, kv, loops)
         if hidden_MD is None:
             call.tokens = batch.token_ids_M.data_ptr()
-            out_MD = self._scratch.hidden(batch.rows, self.spec.hidden_size)
+            out_MD = self._hidden.rows(batch.rows, self.spec.hidden_size)
         else:
             out_MD = _own_copy(hidden_MD)
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
@@ -218,6 +189,43 @@ class CompiledDecoder:
         out_MD = _own_copy(hidden_MD)
         logits_RV = self._run_to_head(call, batch, out_MD)
         return ForwardResult(logits_RV=logits_RV, hidden_MD=out_MD, seconds=seconds_of(self._phase_s))
+
+    def forward_from(
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        depths: Sequence[int],
+        numbers: Sequence[int],
+        states_ND: Tensor,
+    ) -> ForwardResult:
+        """Run every row from where it stands to the last loop, in one call: see ``depths.py``.
+
+        Row m has had ``depths[m]`` loops, fewer than all, and goes on from state ``numbers[m]``; with none of
+        them it starts at its token.
+        """
+        depth_M, number_M = array("i", depths), array("i", numbers)
+        if not batch.rows == len(depth_M) == len(number_M):
+            raise ValueError("depths and numbers must name every row")
+        if states_ND.dtype != torch.float32 or not states_ND.is_contiguous():
+            raise ValueError("states must be contiguous float32")
+        check_states(self.spec, states_ND, rows=len(states_ND))
+        if not 0 <= min(numbers) <= max(numbers) < len(states_ND):
+            raise ValueError(f"numbers must name rows of {len(states_ND)} states")
+        call = self._call(batch, kv, range(self.spec.loops))
+        call.tokens = batch.token_ids_M.data_ptr()
+        hidden_MD = self._hidden.rows(batch.rows, self.spec.hidden_size)
+        logits_RV = self._add_head(call, batch, hidden_MD)
+        self._check_loaded()
+        status = self._library.taildraft_forward_from(
+            self._handle,
+            ctypes.byref(call),
+            depth_M.buffer_info()[0],
+            number_M.buffer_info()[0],
+            states_ND.data_ptr(),
+        )
+        abi.check(status)
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD, seconds=seconds_of(self._phase_s))
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
         """Return the input hidden states (M, hidden)."""
@@ -259,12 +267,17 @@ class CompiledDecoder:
 
     def _run_to_head(self, call: abi.CallStruct, batch: RowBatch, hidden_MD: Tensor) -> Tensor:
         """Run a call over ``hidden_MD``, in place, and return the logits of the batch's head rows."""
-        logits_RV = self._scratch.logits(batch.head_rows_R.shape[0], self.spec.vocab_size)
+        logits_RV = self._add_head(call, batch, hidden_MD)
+        self._run(call)
+        return logits_RV
+
+    def _add_head(self, call: abi.CallStruct, batch: RowBatch, hidden_MD: Tensor) -> Tensor:
+        """Let a call run over ``hidden_MD``, in place, to the head; return where logits will stand."""
+        logits_RV = self._logits.rows(batch.head_rows_R.shape[0], self.spec.vocab_size)
         call.hidden = hidden_MD.data_ptr()
         call.head_rows, call.logits = logits_RV.shape[0], logits_RV.data_ptr()
         call.head_index = batch.head_rows_R.data_ptr()
         call.phase_s = self._phase_address
-        self._run(call)
         return logits_RV
 
     def _call(self, batch: RowBatch, kv: KVStorage, loops: range) -> abi.CallStruct:
@@ -317,12 +330,16 @@ class CompiledDecoder:
         self._check_loaded()
         abi.check(self._library.taildraft_forward(self._handle, ctypes.byref(call)))
 
-    def run_chain(self, call: abi.ChainStruct) -> int:
-        """Run a chain of draft passes and return the status that ended it: ``draft_chain.py`` knows how."""
+    def run_chain(self, call: abi.ChainStruct) -> tuple[int, ForwardSeconds]:
+        """Run draft passes, as ``draft_chain.py`` knows; return what ended them, and what they took."""
         self._check_loaded()
-        call.forward.logits = self._scratch.logits(call.forward.rows, self.spec.vocab_size).data_ptr()
+        rows, width = call.forward.rows, self.spec.hidden_size
+        call.forward.logits = self._logits.rows(rows, self.spec.vocab_size).data_ptr()
+        if not call.keep_states:
+            call.forward.hidden = self._hidden.rows(rows, width).data_ptr()
+        call.phase_s = self._phase_address
         status: int = self._library.taildraft_chain(self._handle, ctypes.byref(call))
-        return status
+        return status, seconds_of(self._phase_s)
 
     def _check_loaded(self) -> None:
         if not self._weights.loaded:
@@ -414,13 +431,3 @@ def _address(tensor: Tensor | None) -> int | None:
 def _check_index(index: Tensor) -> None:
     if index.dtype != torch.int32 or not index.is_contiguous():
         raise ValueError("indices of a batch must be contiguous int32")
-
-
-def _checked(linear: QuantizedLinear, own: PackedLinear) -> _Quantized:
-    if not isinstance(linear, _Quantized) or linear.bits not in (4, 8):
-        raise ValueError(f"{linear.name} is not packed in 4 or 8 bits")
-    if (linear.out_features, linear.in_features) != (own.out_features, own.in_features):
-        raise ValueError(f"{linear.name} has another shape than the policy's")
-    if linear.bits == 8 and linear.scales is None:
-        raise ValueError(f"{linear.name} has 8 bits but no scales")
-    return linear

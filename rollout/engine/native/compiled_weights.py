@@ -9,10 +9,12 @@ Shapes: N out features, K in features, V vocabulary, D hidden.
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from drafters.types import QuantizedLinear
 from rollout.policy.layout import GATE_BIAS, GATE_WEIGHT
 from rollout.policy.spec import ModelSpec
 
@@ -48,6 +50,18 @@ class PackedLinear:
         # Slot 2j + h of a panel's row holds column j + 8h.
         columns = self.panels.view(count, k, PANEL // 2, 2).permute(0, 3, 2, 1)
         return columns.reshape(count * PANEL, k)[: self.out_features].contiguous()
+
+
+@runtime_checkable
+class PackedCodes(Protocol):
+    """What the kernels need of a ``QuantizedLinear``: codes, and scales where they are not inside."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bits: int
+    packed: Tensor
+    scales: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,3 +261,14 @@ def _linear_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int, bool]]:
         yield f"layers.{index}.gate_up", gate_up, hidden, spec.mlp_bias
         yield f"layers.{index}.down", hidden, spec.intermediate_size, spec.mlp_bias
     yield "head", spec.vocab_size, hidden, False
+
+
+def checked_linear(linear: QuantizedLinear, own: PackedLinear) -> PackedCodes:
+    """Return a linear that may stand for the policy's ``own``. Raises ``ValueError`` for any other."""
+    if not isinstance(linear, PackedCodes) or linear.bits not in (4, 8):
+        raise ValueError(f"{linear.name} is not packed in 4 or 8 bits")
+    if (linear.out_features, linear.in_features) != (own.out_features, own.in_features):
+        raise ValueError(f"{linear.name} has another shape than the policy's")
+    if linear.bits == 8 and linear.scales is None:
+        raise ValueError(f"{linear.name} has 8 bits but no scales")
+    return linear

@@ -3,22 +3,24 @@
 Rows of prompts, of plain decoding and of drafts without states start at their tokens; rows whose draft left
 states start after its loops. The shallowest go first and meet the next deeper ones where those stand: one
 pass per distinct depth, the last one, with the head, over all rows. Keys at a loop are complete before a row
-reads them there: a draft wrote its own, and the passes before wrote the others'.
+reads them there: a draft wrote its own, and the passes before wrote the others'. Compiled kernels run all
+these passes in one call (``kernels/standing.h``).
 
-Shapes: M rows, D hidden, R head rows, V vocabulary.
+Shapes: M rows, D hidden, R head rows, V vocabulary, N states.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
+from rollout.engine.native.compiled import CompiledDecoder
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock
-from rollout.engine.native.rows import RowBatch, rows_of
+from rollout.engine.native.rows import RowBatch, int32, rows_of
 from rollout.engine.native.work import Work
 
 
@@ -29,8 +31,11 @@ class Standing:
     depths: Sequence[int]
     """Loops each row has had; 0 starts at its token."""
 
-    hidden_MD: Tensor
-    """The states of the rows that have had any; what stands in the other rows is not read."""
+    states_ND: Tensor
+    """States by number."""
+
+    numbers: Sequence[int]
+    """The number of each row's state; those of rows that have had no loops mean nothing."""
 
     @property
     def spared(self) -> int:
@@ -52,7 +57,7 @@ def standing_of(work: Work, states: DraftStates) -> Standing | None:
         numbers += found + missing
     if not any(depths):
         return None
-    return Standing(depths=depths, hidden_MD=states.states()[torch.tensor(numbers)])
+    return Standing(depths=depths, states_ND=states.states(), numbers=numbers)
 
 
 def forward_from(
@@ -60,12 +65,16 @@ def forward_from(
 ) -> Tensor:
     """Return the logits (R, V) of the batch's head rows, each row computed from where it stands.
 
-    The bits are those of one forward of everything. ``standing.hidden_MD`` is used up.
+    The bits are those of one forward of everything.
     """
-    hidden_MD, depths = standing.hidden_MD, standing.depths
+    depths, numbers, states_ND = standing.depths, standing.numbers, standing.states_ND
+    if isinstance(decoder, CompiledDecoder):
+        whole = partial(decoder.forward_from, batch, kv, depths=depths, numbers=numbers, states_ND=states_ND)
+        return clock.timed(whole).logits_RV
+    hidden_MD = states_ND[int32(numbers)]
     stops = sorted(set(depths))
     for begin, end in pairwise(stops):
-        rows_K = torch.tensor([row for row, depth in enumerate(depths) if depth <= begin])
+        rows_K = int32([row for row, depth in enumerate(depths) if depth <= begin])
         given_KD = hidden_MD[rows_K] if begin else None
         part = clock.forward(decoder, rows_of(batch, rows_K), kv, loops=range(begin, end), hidden_MD=given_KD)
         hidden_MD[rows_K] = part.hidden_MD

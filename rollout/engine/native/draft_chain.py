@@ -3,26 +3,26 @@
 What Python would do between two passes takes longer than a pass of a small policy. The tokens are those of
 ``NativeDraftModel.step``, pass by pass: the same kernels run on the same rows.
 
-Shapes: B sequences, G passes, N rows of all passes, D hidden.
+Shapes: S sequences with a page table, P pages of the longest table.
 """
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from controller.types import ForwardSeconds
 from rollout.engine.chooser_call import CHOOSE, PortStruct, call_of
-from rollout.engine.native.compiled import CompiledDecoder, seconds_of
+from rollout.engine.native.compiled import CompiledDecoder
 from rollout.engine.native.decoder import KVStorage
 from rollout.engine.native.kernels import abi
 from rollout.engine.noise import COUPLED_STREAM
 from rollout.engine.target import TargetRow
+
+_INT32 = 4
+"""Bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +52,6 @@ class ChainRun:
     fed: list[list[int]]
     """The tokens whose rows were computed: the last committed one, then drafts."""
 
-    passes: int
-    """Passes that chose for all of their rows."""
-
-    hidden_ND: Tensor | None
-    """The states of all rows computed, pass by pass; None when they were not to be kept."""
-
     split: ForwardSeconds
     choose_s: float
     error: str = ""
@@ -72,26 +66,26 @@ def run_chain(
     kv: KVStorage,
     page_table_SP: NDArray[np.int32],
     port: PortStruct,
-    keep_states: bool,
+    states_address: int | None,
 ) -> ChainRun:
     """Draft for every row until its gamma is reached; ``rows`` stand by falling gamma.
 
-    Pages up to the last draft must be reserved. An error ends the chain: drafts before it are sound.
+    Pages up to the last draft must be reserved. States go to ``states_address``, float32, a row for every row
+    of every pass in order, nowhere when that is None. An error ends the chain; drafts before it are sound.
     """
-    count, gammas = len(rows), array("i", [row.gamma for row in rows])
-    width, memory = decoder.spec.hidden_size, decoder.memory_of(kv)
-    hidden_ND = torch.empty(sum(gammas) if keep_states else count, width)
-    tokens = array("i", [row.token for row in rows])
-    tokens.frombytes(bytes(4 * count * gammas[0]))
+    count, gammas = len(rows), [row.gamma for row in rows]
     targets = [row.target for row in rows]
-    positions = array("i", [target.position - 1 for target in targets])
-    slots = array("i", [row.slot for row in rows])
-    order = array("i", range(count))
-    finite = array("B", bytes(count))
-    phase_s = array("d", bytes(8 * len(abi.PHASES)))
     choose, owned = call_of(targets, vocab_size=decoder.spec.vocab_size)
     choose.row_stride = decoder.spec.vocab_size
     choose.mode, choose.stream = CHOOSE, COUPLED_STREAM
+    memory = decoder.memory_of(kv)
+    numbers = array("i", [target.position - 1 for target in targets])
+    numbers.extend([row.slot for row in rows])
+    numbers.extend(gammas)
+    numbers.extend(range(2 * count))  # head rows, then room for what is finite
+    numbers.extend([row.token for row in rows])
+    numbers.frombytes(bytes(_INT32 * count * gammas[0]))
+    start, each = numbers.buffer_info()[0], _INT32 * count
     call = abi.ChainStruct(
         forward=abi.CallStruct(
             rows=count,
@@ -99,48 +93,34 @@ def run_chain(
             table_pages=page_table_SP.shape[1],
             loop_begin=loops.start,
             loop_end=loops.stop,
-            table=_address(slots),
+            table=start + each,
             page_table=page_table_SP.ctypes.data,
-            head_index=_address(order),
+            head_index=start + 3 * each,
             kv=memory.data.data_ptr(),
             kv_pages=memory.pages,
-            hidden=hidden_ND.data_ptr(),
+            hidden=states_address,
         ),
         choose=choose,
         port=port,
-        gammas=_address(gammas),
-        tokens=_address(tokens),
-        positions=_address(positions),
+        positions=start,
+        gammas=start + 2 * each,
+        finite=start + 4 * each,
+        tokens=start + 5 * each,
         next=choose.positions,
-        finite=_address(finite),
-        phase_s=_address(phase_s),
-        keep_states=keep_states,
+        keep_states=states_address is not None,
     )
-    status = decoder.run_chain(call)
+    status, split = decoder.run_chain(call)
     del owned  # what ``choose`` pointed into
     error = abi.STATUS[status] if status else ""
     if call.forwards > call.passes:
         error = "the drafter's logits are not finite"
-    by_pass = [tokens[start : start + count] for start in range(0, len(tokens), count)]
-    computed = sum(min(gamma, call.forwards) for gamma in gammas)
+    # Of row m, pass by pass.
+    tokens = [numbers[5 * count + m :: count] for m in range(count)]
+    forwards, passes = call.forwards, call.passes
     return ChainRun(
-        drafts=_by_row(by_pass[1:], gammas, passes=call.passes),
-        fed=_by_row(by_pass, gammas, passes=call.forwards),
-        passes=call.passes,
-        hidden_ND=hidden_ND[:computed] if keep_states else None,
-        split=seconds_of(phase_s),
+        drafts=[t[1 : 1 + min(gamma, passes)].tolist() for t, gamma in zip(tokens, gammas, strict=True)],
+        fed=[t[: min(gamma, forwards)].tolist() for t, gamma in zip(tokens, gammas, strict=True)],
+        split=split,
         choose_s=call.choose_s,
         error=error,
     )
-
-
-def _address(numbers: "array[Any]") -> int:
-    return numbers.buffer_info()[0]
-
-
-def _by_row(tokens_by_pass: "Sequence[array[int]]", gammas: Sequence[int], *, passes: int) -> list[list[int]]:
-    """Return per row the tokens of the passes it took part in, of the first ``passes``."""
-    return [
-        [tokens_by_pass[index][row] for index in range(min(gamma, passes))]
-        for row, gamma in enumerate(gammas)
-    ]

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from drafters.types import DraftRequest
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(kw_only=True, slots=True)
 class _Chain:
@@ -38,14 +40,30 @@ class DraftStates:
 
     def __init__(self) -> None:
         self._chains: dict[int, _Chain] = {}
-        self._kept: list[Tensor] = []
+        self._memory_ND = torch.empty(0, 0)
+        """Used again in every round."""
         self._count = 0
 
     def clear(self) -> None:
         """Forget all: the round is over, or what it computed is not to be used."""
         self._chains.clear()
-        self._kept.clear()
         self._count = 0
+
+    def room(
+        self, rows: int, width: int, *, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
+    ) -> tuple[Tensor, int]:
+        """Return memory for states, and the number of the first of ``rows`` rows that are now the caller's.
+
+        Rows before keep what they hold; the memory is valid until the next call.
+        """
+        needed, memory_ND = self._count + rows, self._memory_ND
+        fits = memory_ND.shape[1] == width and memory_ND.dtype == dtype and memory_ND.device == device
+        if not fits or memory_ND.shape[0] < needed:
+            self._memory_ND = torch.empty(2 * needed, width, dtype=dtype, device=device)
+            if self._count:
+                self._memory_ND[: self._count] = memory_ND[: self._count]
+        first, self._count = self._count, needed
+        return self._memory_ND, first
 
     def keep(
         self,
@@ -61,7 +79,10 @@ class DraftStates:
         ``hidden_MD`` is copied. A row whose predecessors are not all known to have been computed just so gets
         no state: it is then computed from its token, as rows without drafts are.
         """
-        for row, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+        rows, width = hidden_MD.shape
+        memory_ND, first = self.room(rows, width, dtype=hidden_MD.dtype, device=hidden_MD.device)
+        memory_ND[first : first + rows] = hidden_MD
+        for number, (request, draft) in enumerate(zip(requests, drafts, strict=True), first):
             start, fed = len(request.tokens) - 1, [request.tokens[-1], *draft]
             if not draft:
                 self._chains[request.key] = _Chain(start=start, depth=depth)
@@ -69,34 +90,30 @@ class DraftStates:
             if chain is None or (chain.start, chain.depth, chain.tokens) != (start, depth, fed[:-1]):
                 continue
             chain.tokens.append(fed[-1])
-            chain.states.append(self._count + row)
-        self._kept.append(hidden_MD.clone())
-        self._count += hidden_MD.shape[0]
+            chain.states.append(number)
 
     def keep_chain(
         self,
         requests: Sequence[DraftRequest],
         fed: Sequence[Sequence[int]],
-        hidden_ND: Tensor,
         *,
+        first: int,
         depth: int,
     ) -> None:
         """Take the states of a whole chain of passes through ``depth`` loops; ``overwritten`` came before it.
 
         Request i was fed ``fed[i]``, its last committed token first, one token per pass, and ``fed`` never
-        gets longer from one request to the next; ``hidden_ND`` has a row per token, pass by pass. It is kept.
+        gets longer from one request to the next. Memory that ``room`` gave has a state per token from row
+        ``first`` on, pass by pass.
         """
         for request, tokens in zip(requests, fed, strict=True):
             start = len(request.tokens) - 1
             self._chains[request.key] = _Chain(start=start, depth=depth, tokens=list(tokens))
-        first = self._count
         for index in range(len(fed[0]) if fed else 0):
             live = sum(len(tokens) > index for tokens in fed)
             for number, request in enumerate(requests[:live], first):
                 self._chains[request.key].states.append(number)
             first += live
-        self._kept.append(hidden_ND)
-        self._count += hidden_ND.shape[0]
 
     def overwritten(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> None:
         """Hear that a pass is about to write keys where these rows stand: states from there on are void."""
@@ -128,5 +145,5 @@ class DraftStates:
         return chain.depth, chain.states[:same]
 
     def states(self) -> Tensor:
-        """Return every state (N, D) by number."""
-        return self._kept[0] if len(self._kept) == 1 else torch.cat(self._kept)
+        """Return every state (N, D) by number; rows past the last number mean nothing."""
+        return self._memory_ND

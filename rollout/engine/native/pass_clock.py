@@ -4,7 +4,7 @@ An accelerator computes while Python goes on, so a forward counts until its logi
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ class PassClock:
         """Return what ``Decoder.advance`` does, computed to its end; it counts as a forward."""
         started = time.perf_counter()
         return self._counted(decoder.advance(hidden_MD, batch, storage, loop_M=loop_M), started)
+
+    def timed(self, forward: Callable[[], ForwardResult]) -> ForwardResult:
+        """Return what ``forward`` does, computed to its end; it counts as one forward."""
+        started = time.perf_counter()
+        return self._counted(forward(), started)
 
     def _counted(self, result: ForwardResult, started_s: float) -> ForwardResult:
         """Return ``result`` once it has been computed, with its time counted."""

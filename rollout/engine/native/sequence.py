@@ -104,7 +104,7 @@ class LiveSequence:
         if drafts and params.has_penalties:
             counts = counts + Counter(drafts)
         banned: tuple[int, ...] = ()
-        if self.new_tokens + len(drafts) < params.min_tokens:
+        if params.min_tokens and self.new_tokens + len(drafts) < params.min_tokens:
             banned = tuple(sorted(self.stop_ids | self.eos_ids))
         return TargetRow(
             seed=self.request.seed if seed is None else seed,

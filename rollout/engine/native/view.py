@@ -21,7 +21,7 @@ from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.draft_chain import ChainRow, run_chain
 from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
-from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.rows import RowBatch, int32
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import needs_edits
@@ -92,7 +92,7 @@ class NativeDraftModel:
         self.loops = range(reused_loops or decoder.spec.loops)
 
     def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
-        """Implements ``drafters.types.ChainingModel.chain``: in ``coupled``, compiled, where nothing edits
+        """Implements ``drafters.types.DraftModel.chain``: in ``coupled``, compiled, where nothing edits
         the logits."""
         state, decoder = self._state, self.decoder
         port = state.chooser.port
@@ -104,7 +104,13 @@ class NativeDraftModel:
         if any(needs_edits(target) for target in targets):
             return None
         asked = [requests[i] for i in order]
-        state.draft_states.overwritten(asked, [()] * len(asked))
+        states = state.draft_states
+        states.overwritten(asked, [()] * len(asked))
+        address, first = None, 0
+        if self.reused_loops:
+            width = decoder.spec.hidden_size
+            memory_ND, first = states.room(sum(gammas), width)
+            address = memory_ND.data_ptr() + first * width * memory_ND.element_size()
         run = run_chain(
             decoder,
             [
@@ -115,10 +121,10 @@ class NativeDraftModel:
             kv=state.storage,
             page_table_SP=state.scheduler.page_table,
             port=port,
-            keep_states=self.reused_loops > 0,
+            states_address=address,
         )
-        if run.hidden_ND is not None:
-            state.draft_states.keep_chain(asked, run.fed, run.hidden_ND, depth=self.reused_loops)
+        if self.reused_loops:
+            states.keep_chain(asked, run.fed, first=first, depth=self.reused_loops)
         state.clock.chained(run.split, run.choose_s)
         drafts: list[list[int]] = [[] for _ in requests]
         for i, tokens in zip(order, run.drafts, strict=True):
@@ -132,9 +138,9 @@ class NativeDraftModel:
         tokens = [d[-1] if d else r.tokens[-1] for r, d in zip(requests, drafts, strict=True)]
         positions = [len(r.tokens) - 1 + len(d) for r, d in zip(requests, drafts, strict=True)]
         batch = RowBatch(
-            token_ids_M=torch.tensor(tokens, dtype=torch.int32),
-            positions_M=torch.tensor(positions, dtype=torch.int32),
-            table_M=torch.tensor([s.slot for s in sequences], dtype=torch.int32),
+            token_ids_M=int32(tokens),
+            positions_M=int32(positions),
+            table_M=int32([s.slot for s in sequences]),
             page_table_SP=torch.from_numpy(state.scheduler.page_table),
             head_rows_R=torch.arange(len(tokens), dtype=torch.int32),
         )

@@ -7,7 +7,7 @@ import torch
 from controller.types import AR, AR_ASSIGNMENT, Assignment, DraftCost, RoundPlan
 from drafters.types import DraftRequest
 from rollout.engine.native.drafting import Drafted, Drafting
-from rollout.engine.native.rows import RowBatch
+from rollout.engine.native.rows import RowBatch, int32
 from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.wavefront import Wavefront
@@ -133,11 +133,11 @@ def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:
         tables += [sequence.slot] * (1 + len(drafts))
     work.context_tokens = sum(positions) + len(positions)
     return RowBatch(
-        token_ids_M=torch.tensor(tokens, dtype=torch.int32),
-        positions_M=torch.tensor(positions, dtype=torch.int32),
-        table_M=torch.tensor(tables, dtype=torch.int32),
+        token_ids_M=int32(tokens),
+        positions_M=int32(positions),
+        table_M=int32(tables),
         page_table_SP=torch.from_numpy(scheduler.page_table),
-        head_rows_R=torch.tensor(heads, dtype=torch.int32),
+        head_rows_R=int32(heads),
     )
 
 

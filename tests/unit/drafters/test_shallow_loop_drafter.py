@@ -33,6 +33,9 @@ class Counting:
     def __init__(self, depth: int) -> None:
         self.depth, self.passes = depth, 0
 
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> None:
+        return None
+
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         self.passes += 1
         return DraftStep(tokens=[self.passes] * len(requests), probs=None)

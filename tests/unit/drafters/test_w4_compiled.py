@@ -29,6 +29,9 @@ class DecoderModel:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> None:
+        return None
+
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         raise AssertionError("not stepped here")
 

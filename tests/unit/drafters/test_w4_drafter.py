@@ -43,6 +43,9 @@ class SmallModel:
         self.apply = apply
         self.rows_per_pass: list[list[int]] = []
 
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> None:
+        return None
+
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         self.rows_per_pass.append([r.key for r in requests])
         last = [d[-1] if d else r.tokens[-1] for r, d in zip(requests, drafts, strict=True)]
@@ -81,6 +84,9 @@ class Answering:
 
     def __init__(self, answer: Callable[[int], DraftStep]) -> None:
         self.answer = answer
+
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> None:
+        return None
 
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         return self.answer(len(requests))

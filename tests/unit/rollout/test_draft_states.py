@@ -101,3 +101,17 @@ def test_nothing_outlives_a_round() -> None:
     states.clear()
     assert not states.any
     assert found(states, [7, 8], [4, 5]) == (0, [])
+
+
+def test_a_chain_leaves_in_one_go_what_its_passes_leave_one_by_one() -> None:
+    """Ragged: the second sequence sits out the last pass. Memory grows under what was kept before."""
+    states = DraftStates()
+    drafted(states, [1], [2], key=9)
+    asked = [request([7, 8], key=0), request([9], key=3)]
+    states.overwritten(asked, [[], []])
+    memory, first = states.room(5, WIDTH)
+    memory[first : first + 5] = hidden(0.0, 30.0, 1.0, 31.0, 2.0)
+    states.keep_chain(asked, [[8, 4, 5], [9, 4]], first=first, depth=2)
+    assert found(states, [7, 8], [4, 5, 6], key=0) == (2, [0.0, 1.0, 2.0])
+    assert found(states, [9], [4, 5], key=3) == (2, [30.0, 31.0])
+    assert found(states, [1], [2], key=9) == (1, [90.0, 91.0])

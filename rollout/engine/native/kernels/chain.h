@@ -1,5 +1,6 @@
 // Draft passes one after the other in one call: what a pass chooses are the tokens of the next.
 #pragma once
+#include <algorithm>
 #include <chrono>
 
 #include "choose.h"
@@ -63,6 +64,7 @@ inline bool run_choice(Call& call, int pass, int live) {
 
 // Ends early where a forward is refused (the status says why) or a row cannot be chosen from.
 inline forward::Status run(forward::Decoder& decoder, Call& call) {
+  std::fill(call.phase_s, call.phase_s + phases::kCount, 0.0);
   float* hidden = call.forward.hidden;
   for (int pass = 0;; ++pass) {
     const int live = live_rows(call, pass);

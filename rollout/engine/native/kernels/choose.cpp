@@ -17,6 +17,9 @@
 namespace choose {
 namespace {
 
+// Up to so many logits one thread has chosen from before another has woken up.
+constexpr int64_t kAloneLogits = 1 << 14;
+
 struct Best {
   double score;
   int32_t token;
@@ -219,8 +222,8 @@ void taildraft_choose(const choose::Call* call, void* choosers) {
     for (int row = next.fetch_add(1); row < call->rows; row = next.fetch_add(1))
       choose::choose_row(*call, row, scratch);
   };
-  // One row is chosen sooner than a thread wakes up.
-  if (call->rows > 1 && team->usable()) team->run(job);
+  const int64_t logits = static_cast<int64_t>(call->rows) * call->vocab;
+  if (call->rows > 1 && logits > choose::kAloneLogits && team->usable()) team->run(job);
   else job(team::Member{0, 1, nullptr, nullptr, nullptr});
 }
 

@@ -3,6 +3,7 @@
 
 #include "chain.h"
 #include "decoder.h"
+#include "standing.h"
 
 #define TAILDRAFT_API extern "C" __attribute__((visibility("default")))
 
@@ -42,6 +43,18 @@ TAILDRAFT_API void taildraft_decoder_free(void* decoder) { delete static_cast<fo
 TAILDRAFT_API int taildraft_forward(void* decoder, const forward::Call* call) {
   try {
     return static_cast<forward::Decoder*>(decoder)->run(*call);
+  } catch (const std::bad_alloc&) {
+    return forward::kNoMemory;
+  }
+}
+
+// From where each row stands, `depth` loops along with the state of its `number`, to the end of the call's loops.
+TAILDRAFT_API int taildraft_forward_from(void* decoder, const forward::Call* call, const int32_t* depth,
+                                         const int32_t* number, const float* states) {
+  try {
+    forward::Decoder& own = *static_cast<forward::Decoder*>(decoder);
+    standing::gather(*call, depth, number, states, own.width());
+    return standing::run(own, *call, depth);
   } catch (const std::bad_alloc&) {
     return forward::kNoMemory;
   }
