@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from controller.types import ForwardSeconds, PassSeconds
+from rollout.engine.chooser_call import port_of
 from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.target import Choice, Chooser, TargetRow
@@ -78,6 +79,8 @@ class TimedChooser:
     def __init__(self, chooser: Chooser, clock: PassClock) -> None:
         self._chooser = chooser
         self._clock = clock
+        self.port = port_of(chooser)
+        """How compiled code calls the other one, None where it cannot; such calls are not counted here."""
 
     def choose(
         self, logits_RV: Tensor, rows: Sequence[TargetRow], *, stream: int = 0, logprobs: bool = True

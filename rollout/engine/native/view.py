@@ -10,11 +10,10 @@ from drafters.types import DraftError, DraftModel, DraftRequest, DraftStep, Line
 from rollout.engine import noise
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.draft_states import DraftStates
-from rollout.engine.native.pass_clock import PassClock
+from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
-from rollout.engine.target import Chooser
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,7 +24,7 @@ class EngineState:
     decoder: Decoder
     storage: KVStorage
     scheduler: Scheduler
-    chooser: Chooser
+    chooser: TimedChooser
     verify: VerifyMode
     clock: PassClock
     """Counts every forward and choice; ``chooser`` reports to it."""

@@ -1,4 +1,4 @@
-// Choosing tokens from logits: the call's memory layout, shared with rollout/engine/chooser_compiled.py.
+// Choosing tokens from logits: the call's memory layout, shared with rollout/engine/chooser_call.py.
 #pragma once
 #include <cstdint>
 
@@ -31,6 +31,14 @@ struct Call {
   int32_t rows;
   int32_t vocab;
   int32_t mode;
+};
+
+// A chooser as another library calls it, without being linked against this one: its function by address.
+struct Port {
+  void (*choose)(const Call* call, void* choosers);
+  void* choosers;
+
+  void operator()(const Call& call) const { choose(&call, choosers); }
 };
 
 }  // namespace choose
