@@ -10,7 +10,7 @@ import copy
 import ctypes
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -204,7 +204,7 @@ class CompiledDecoder:
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
         logits_RV = self._run_to_head(call, batch, out_MD)
         return ForwardResult(
-            logits_RV=logits_RV, hidden_MD=out_MD, taps=tapped, seconds=_split(self._phase_s)
+            logits_RV=logits_RV, hidden_MD=out_MD, taps=tapped, seconds=seconds_of(self._phase_s)
         )
 
     def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
@@ -217,7 +217,7 @@ class CompiledDecoder:
         call.tokens, call.row_loop = batch.token_ids_M.data_ptr(), loop_M.data_ptr()
         out_MD = _own_copy(hidden_MD)
         logits_RV = self._run_to_head(call, batch, out_MD)
-        return ForwardResult(logits_RV=logits_RV, hidden_MD=out_MD, seconds=_split(self._phase_s))
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=out_MD, seconds=seconds_of(self._phase_s))
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
         """Return the input hidden states (M, hidden)."""
@@ -268,8 +268,7 @@ class CompiledDecoder:
         return logits_RV
 
     def _call(self, batch: RowBatch, kv: KVStorage, loops: range) -> abi.CallStruct:
-        if not isinstance(kv, CompiledKV) or kv.data.shape[0] != self.spec.planes:
-            raise ValueError("KV memory must come from new_storage of a decoder of this policy")
+        memory = self.memory_of(kv)
         for index in (batch.token_ids_M, batch.positions_M, batch.table_M):
             _check_index(index)
         _check_index(batch.page_table_SP)
@@ -286,9 +285,15 @@ class CompiledDecoder:
             positions=batch.positions_M.data_ptr(),
             table=batch.table_M.data_ptr(),
             page_table=batch.page_table_SP.data_ptr(),
-            kv=kv.data.data_ptr(),
-            kv_pages=kv.pages,
+            kv=memory.data.data_ptr(),
+            kv_pages=memory.pages,
         )
+
+    def memory_of(self, kv: KVStorage) -> CompiledKV:
+        """Return ``kv``. Raises ``ValueError`` when it is not a decoder's of this policy."""
+        if not isinstance(kv, CompiledKV) or kv.data.shape[0] != self.spec.planes:
+            raise ValueError("KV memory must come from new_storage of a decoder of this policy")
+        return kv
 
     def _add_taps(
         self, call: abi.CallStruct, names: Sequence[str], loops: range, rows: int
@@ -309,13 +314,17 @@ class CompiledDecoder:
         return {name: taps[place] for name, place in places.items()}
 
     def _run(self, call: abi.CallStruct) -> None:
+        self._check_loaded()
+        abi.check(self._library.taildraft_forward(self._handle, ctypes.byref(call)))
+
+    def run_lanes(self, call: ctypes.Structure) -> None:
+        """Run the passes of lanes: ``compiled_lanes.py`` knows how. Raises as ``forward`` does."""
+        self._check_loaded()
+        abi.check(self._library.taildraft_lanes(self._handle, ctypes.byref(call)))
+
+    def _check_loaded(self) -> None:
         if not self._weights.loaded:
             raise ValueError("the decoder has no weights yet: call load first")
-        status = self._library.taildraft_forward(self._handle, ctypes.byref(call))
-        if status in abi.CALLER_STATUS:
-            raise ValueError(abi.STATUS[status])
-        if status:
-            raise RuntimeError(abi.STATUS[status])
 
     def _model_struct(self) -> tuple[abi.ModelStruct, object]:
         """Return the model by address, and the array it points into."""
@@ -372,7 +381,8 @@ class CompiledDecoder:
         )
 
 
-def _split(phase_s: "ctypes.Array[ctypes.c_double]") -> ForwardSeconds:
+def seconds_of(phase_s: Iterable[float]) -> ForwardSeconds:
+    """Return the phases of a forward, in the order of ``abi.PHASES``, by name."""
     linears_s, attention_s, head_s, rest_s = phase_s
     return ForwardSeconds(linears_s=linears_s, attention_s=attention_s, head_s=head_s, rest_s=rest_s)
 

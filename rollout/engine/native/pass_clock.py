@@ -57,6 +57,13 @@ class PassClock:
             self._split.append(result.seconds)
         return result
 
+    def chained(self, split: ForwardSeconds, choose_s: float) -> None:
+        """Count forwards that told what they spent their time on, and the choices between them."""
+        self._forward_s += split.linears_s + split.attention_s + split.head_s + split.rest_s
+        self._forwards += 1
+        self._split.append(split)
+        self._choose_s += choose_s
+
     def chose(self, seconds: float) -> None:
         """Count a choice of tokens."""
         self._choose_s += seconds

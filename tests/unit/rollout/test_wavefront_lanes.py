@@ -94,6 +94,7 @@ def test_readouts_that_are_not_finite_cost_their_drafts_and_are_told(monkeypatch
     requests = requests_for(vocab=48, prompts=3, params=PARAMS)
     expected = texts(run_engine(engine_of(policy), requests, ar_plan))
     engine = engine_of(policy)
+    engine._wavefront._compiled = None
     advance = engine._decoder.advance
 
     def broken(states: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:

@@ -122,6 +122,7 @@ def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
         "taildraft_decoder_new": (c_void_p, [POINTER(ModelStruct), c_void_p]),
         "taildraft_decoder_free": (None, [c_void_p]),
         "taildraft_forward": (c_int, [c_void_p, POINTER(CallStruct)]),
+        "taildraft_lanes": (c_int, [c_void_p, c_void_p]),
         "taildraft_pack": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int]),
         "taildraft_advise": (None, [c_void_p, c_size_t]),
     }
@@ -129,6 +130,14 @@ def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def check(status: int) -> None:
+    """Raise ``ValueError`` for what a wrong batch causes, ``RuntimeError`` for any other failure."""
+    if status in CALLER_STATUS:
+        raise ValueError(STATUS[status])
+    if status:
+        raise RuntimeError(STATUS[status])
 
 
 def unavailable() -> str | None:

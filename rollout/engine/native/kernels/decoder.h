@@ -88,6 +88,10 @@ class Decoder {
     return kOk;
   }
 
+  // Of a hidden state, in floats.
+  int width() const { return model_.hidden; }
+  int vocab() const { return model_.vocab; }
+
  private:
   void lap(const Member& me, phases::Phase phase) {
     if (me.index == 0) watch_.lap(phase);

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include "decoder.h"
+#include "lanes.h"
 
 #define TAILDRAFT_API extern "C" __attribute__((visibility("default")))
 
@@ -41,6 +42,14 @@ TAILDRAFT_API void taildraft_decoder_free(void* decoder) { delete static_cast<fo
 TAILDRAFT_API int taildraft_forward(void* decoder, const forward::Call* call) {
   try {
     return static_cast<forward::Decoder*>(decoder)->run(*call);
+  } catch (const std::bad_alloc&) {
+    return forward::kNoMemory;
+  }
+}
+
+TAILDRAFT_API int taildraft_lanes(void* decoder, lanes::Call* call) {
+  try {
+    return lanes::run(*static_cast<forward::Decoder*>(decoder), *call);
   } catch (const std::bad_alloc&) {
     return forward::kNoMemory;
   }
