@@ -100,7 +100,10 @@ class CompiledLanes:
         self._depth = depth
 
     def run(self, chains: Sequence[Chain], states: LaneStates, spent: Spent, *, passes: int) -> None:
-        """Run so many passes, fewer once nothing is left to commit. Raises as ``Decoder.advance`` does."""
+        """Run so many passes, but none beyond the first ``loops`` once a chain is over.
+
+        Raises as ``Decoder.advance`` does.
+        """
         each = states.lanes_each
         chain_B, stops = _chain_structs(chains)
         lane_BL = _lane_structs(chains, each)
@@ -147,14 +150,14 @@ class CompiledLanes:
 
 
 def _chain_structs(chains: Sequence[Chain]) -> "tuple[ctypes.Array[ChainStruct], ctypes.Array[c_int32]]":
-    """Return what a call is told of each chain, and the tokens that end sequences, one chain's after another."""
+    """Return what a call is told of each chain, and the tokens that end them, one chain's after another."""
     structs = (ChainStruct * len(chains))()
     stops: list[int] = []
     for struct, chain in zip(structs, chains, strict=True):
         sequence, params, first = chain.sequence, chain.sequence.params, len(stops)
         stops += sequence.stop_ids
         stops += sequence.eos_ids
-        struct.__init__(  # type: ignore[misc]
+        struct.__init__(
             sequence.request.seed & _MASK_64,
             params.temperature,
             params.top_p,

@@ -29,10 +29,10 @@ class LanePasses:
         self._loops = state.decoder.spec.loops
 
     def run(self, chains: Sequence[Chain], states: LaneStates, spent: Spent, *, passes: int) -> None:
-        """Run so many passes, fewer once nothing is left to commit."""
-        for _ in range(passes):
+        """Run so many passes, but none beyond the first ``loops`` once a chain is over."""
+        for passed in range(passes):
             live = [chain for chain in chains if not chain.over]
-            if not live:
+            if not live or (passed >= self._loops and len(live) < len(chains)):
                 break
             self._advance(live, states, spent)
 
@@ -51,7 +51,8 @@ class LanePasses:
                     shallow.append((chain, index))
                 else:
                     others.append((chain, index))
-        logits_RV = self._pass([*final, *shallow, *others], states, heads=len(final) + len(shallow), spent=spent)
+        placed = [*final, *shallow, *others]
+        logits_RV = self._pass(placed, states, heads=len(final) + len(shallow), spent=spent)
         rows = [chain.target_row(index) for chain, index in (*final, *shallow)]
         choices = self._choices(logits_RV, rows, final=len(final))
         # Proposals first: a commit ends lanes and renumbers those behind.

@@ -12,12 +12,13 @@ token is committed, or else p + 1 falls as well. Keys of fallen lanes lie beyond
 that takes their place rewrites a plane before anything reads it there.
 
 A round runs as many passes as the policy has loops, which is what plain decoding takes: so every sequence
-gets a token, and its lanes wait for its next round where they stand. Only ``coupled`` verification has a
-target's own choice to compare with, so the other modes are refused.
+gets a token, and its lanes wait for its next round where they stand. Where nothing else is in the round it
+runs more (``PartShape.passes_of``), until a sequence is over, whose place others may want. Only ``coupled``
+verification has a target's own choice to compare with, so the other modes are refused.
 
 A round's passes are one compiled call for all sequences whose target distribution nothing edits
-(``compiled_lanes.py``), and run one by one for the others and for other decoders (``lane_passes.py``). Both leave
-the same bits: tokens, logprobs, keys and lanes.
+(``compiled_lanes.py``), and run one by one for the others and for other decoders (``lane_passes.py``). Both
+leave the same bits: tokens, logprobs, keys and lanes.
 """
 
 import time
@@ -36,6 +37,7 @@ from rollout.engine.native.lane_passes import LanePasses
 from rollout.engine.native.lanes import Chain, Lane, LaneStates, Spent
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.native.shapes import lane_shape
 from rollout.engine.native.view import EngineState
 from rollout.engine.target import needs_edits
 from rollout.engine.verify import Verdict
@@ -48,7 +50,9 @@ class Wavefront:
     def __init__(self, state: EngineState, drafting: Drafting) -> None:
         """Raises ``ConfigError`` when the drafter is there but verification has no own choice to compare."""
         slot = drafting.slots.get(WAVEFRONT)
-        self._depth = slot.drafter.depth if slot and isinstance(slot.drafter, WavefrontDrafter) else 0
+        drafter = slot.drafter if slot and isinstance(slot.drafter, WavefrontDrafter) else None
+        self._depth = drafter.depth if drafter else 0
+        self._shape = lane_shape(state.decoder.spec, drafter) if drafter else None
         if self._depth and state.verify != "coupled":
             raise ConfigError(
                 f"engine.verify={state.verify} cannot verify the drafter wavefront, whose lanes live or fall "
@@ -75,12 +79,16 @@ class Wavefront:
         """Whether a sequence so assigned runs here; a drafter that is off leaves it to plain decoding."""
         return self._depth > 0 and assignment.drafter == WAVEFRONT and self._drafting.works(WAVEFRONT)
 
-    def reach(self, assignment: Assignment) -> int:
+    def passes(self, sequences: int, *, alone: bool) -> int:
+        """Return the most passes of a round with so many sequences in lanes, ``alone`` in it or not."""
+        return self._shape.passes_of(sequences, alone=alone) if self._shape and sequences else self._loops
+
+    def reach(self, assignment: Assignment, passes: int) -> int:
         """Return how many positions beyond the last token a round may write, limits of the request aside.
 
-        That many lanes may be ahead of the first one, and at most a pipeline of them commits meanwhile.
+        That many lanes may be ahead of the first one, and one commits every ``depth`` passes meanwhile.
         """
-        return min(assignment.gamma, self.most_lanes - 1) + self.most_lanes
+        return min(assignment.gamma, self.most_lanes - 1) + -(-passes // self._depth)
 
     def typical_pass(self, batch: RowBatch) -> Tensor:
         """Run one pass over these rows as full pipelines would: to be timed, on borrowed pages.
@@ -114,19 +122,19 @@ class Wavefront:
     # ---- the passes of a round -----------------------------------------------------------------
 
     def run(
-        self, sequences: Sequence[LiveSequence], assignments: Mapping[int, Assignment]
+        self, sequences: Sequence[LiveSequence], assignments: Mapping[int, Assignment], *, passes: int
     ) -> tuple[list[Verdict], dict[int, Drafted], DraftCost | None]:
         """Run a round's passes; return a verdict per sequence, the drafts it speaks of, and what it cost.
 
-        Positions up to ``reach`` beyond each last token must be reserved. Lanes of all other sequences are
-        dropped: those decode plainly, wait, or are over.
+        Positions up to ``reach`` beyond each last token must be reserved for so many ``passes``. Lanes of all
+        other sequences are dropped: those decode plainly, wait, or are over.
         """
         waiting, self._lanes = self._lanes, {}
         if not sequences:
             return [], {}, None
         started = time.perf_counter()
-        chains = [self._chain(s, waiting.get(s.key), assignments[s.key]) for s in sequences]
-        spent = self._run_passes(chains)
+        chains = [self._chain(s, waiting.get(s.key), assignments[s.key], passes) for s in sequences]
+        spent = self._run_passes(chains, passes)
         self._lanes = {chain.sequence.key: chain.lanes for chain in chains if not chain.over}
         self._drafting.hear(WAVEFRONT, "a readout of its lanes is not finite" if spent.unread else "")
         cost = DraftCost(
@@ -140,17 +148,19 @@ class Wavefront:
         verdicts = [Verdict(accepted=c.accepted, tokens=c.tokens) for c in chains]
         return verdicts, {c.sequence.key: Drafted(tokens=c.drafts) for c in chains}, cost
 
-    def _chain(self, sequence: LiveSequence, waiting: list[Lane] | None, assignment: Assignment) -> Chain:
+    def _chain(
+        self, sequence: LiveSequence, waiting: list[Lane] | None, assignment: Assignment, passes: int
+    ) -> Chain:
         lanes = waiting or [Lane(token=sequence.tokens[-1])]
         assert lanes[0].token == sequence.tokens[-1], "lanes follow the committed tokens"
         return Chain(
             sequence=sequence,
             lanes=lanes,
             most_lanes=min(assignment.gamma + 1, self.most_lanes),
-            room=min(self.reach(assignment), sequence.remaining_tokens - 1),
+            room=min(self.reach(assignment, passes), sequence.remaining_tokens - 1),
         )
 
-    def _run_passes(self, chains: Sequence[Chain]) -> Spent:
+    def _run_passes(self, chains: Sequence[Chain], passes: int) -> Spent:
         """Take the chains through a round's passes, those that can in one call."""
         if self._states is None:
             slots = self._engine.scheduler.page_table.shape[0]
@@ -162,9 +172,9 @@ class Wavefront:
             alone = self._compiled is None or needs_edits(chain.target_row(0))
             (singly if alone else together).append(chain)
         if self._compiled is not None and together:
-            self._compiled.run(together, self._states, spent, passes=self._loops)
+            self._compiled.run(together, self._states, spent, passes=passes)
         if singly:
-            self._passes.run(singly, self._states, spent, passes=self._loops)
+            self._passes.run(singly, self._states, spent, passes=passes)
         return spent
 
 

@@ -72,6 +72,7 @@ class Run {
 
   forward::Status all() {
     while (call_.passes < call_.most_passes) {
+      if (call_.passes >= call_.loops && any_over()) break;
       place();
       if (placed_.empty()) break;
       const forward::Status status = advance();
@@ -94,6 +95,10 @@ class Run {
   float* state(const Place& at) {
     const int row = chain(at).table * call_.lanes_each + position(at) % call_.lanes_each;
     return call_.states + static_cast<size_t>(row) * width_;
+  }
+
+  bool any_over() const {
+    return std::any_of(call_.chain, call_.chain + call_.chains, [](const Chain& own) { return own.over; });
   }
 
   // ---- who runs: first the lanes that get the target's choice, then those that propose, then the others
