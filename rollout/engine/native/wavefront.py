@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from controller.types import Assignment, DraftCost
 from drafters.wavefront import WAVEFRONT, WavefrontDrafter
@@ -35,6 +34,7 @@ from rollout.engine.native.compiled_lanes import CompiledLanes
 from rollout.engine.native.drafting import Drafted, Drafting
 from rollout.engine.native.lane_passes import LanePasses
 from rollout.engine.native.lanes import Chain, Lane, LaneStates, Spent
+from rollout.engine.native.pass_clock import wait_for
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.native.shapes import lane_shape
@@ -90,10 +90,10 @@ class Wavefront:
         """
         return min(assignment.gamma, self.most_lanes - 1) + -(-passes // self._depth)
 
-    def typical_pass(self, batch: RowBatch) -> Tensor:
-        """Run one pass over these rows as full pipelines would: to be timed, on borrowed pages.
+    def time_pass(self, batch: RowBatch) -> float:
+        """Run one pass over these rows as full pipelines would, on borrowed pages; return its seconds.
 
-        Returns the logits of the lanes that come to a readout.
+        They are the decoder's own where it tells them: a round's passes have no Python between them then.
         """
         decoder = self._engine.decoder
         loop_M = torch.arange(batch.rows, dtype=torch.int32) % self._loops
@@ -101,7 +101,10 @@ class Wavefront:
         heads = max(1, round(2 * batch.rows / (self._depth * self.most_lanes)))
         states_MD = decoder.embed(batch.token_ids_M)
         rows = replace(batch, head_rows_R=batch.head_rows_R[:heads])
-        return decoder.advance(states_MD, rows, self._engine.storage, loop_M=loop_M).logits_RV
+        started = time.perf_counter()
+        result = decoder.advance(states_MD, rows, self._engine.storage, loop_M=loop_M)
+        wait_for(result.logits_RV)
+        return result.seconds.total_s if result.seconds is not None else time.perf_counter() - started
 
     # ---- lanes between rounds ------------------------------------------------------------------
 
