@@ -2,7 +2,8 @@
 
 State: per drafter and position the times it was tried and the times it was kept. Position j of a round is
 tried only when it was drafted, all before it were kept, and its fate was seen: a round cut by a stop or a
-limit says nothing about the positions behind the cut. Nothing here ever sees a token.
+limit says nothing about the positions behind the cut. Draft tokens that were judged singly all count for the
+first position. Nothing here ever sees a token.
 """
 
 import math
@@ -47,6 +48,9 @@ def tried_and_kept(outcome: SequenceOutcome) -> tuple[int, int]:
     round. Otherwise the round ended at a kept draft and the next position was never tried.
     """
     kept = outcome.accepted
+    if outcome.judged_singly:
+        # What a cut left uncommitted was tried as well, but nobody counted it as kept.
+        return (max(kept, min(outcome.gamma, outcome.committed)) if outcome.censored else outcome.gamma), kept
     rejected = kept < outcome.gamma and (outcome.committed > kept or not outcome.censored)
     return kept + rejected, kept
 
@@ -76,9 +80,19 @@ class _Counts:
         self._weight *= self._growth[tried]
         self._tried[tried] += self._weight
         self._kept[kept] += self._weight
+        self._limit()
+
+    def _limit(self) -> None:
         if self._weight > 1e9:
             self._rescale(1.0 / self._weight)
             self._weight = 1.0
+
+    def add_singly(self, tried: int, kept: int) -> None:
+        """Add draft tokens that each stood first."""
+        self._weight *= self._growth[min(tried, len(self._growth) - 1)]
+        self._tried[1] += tried * self._weight
+        self._kept[1] += kept * self._weight
+        self._limit()
 
     def add_evenly(self, per_position: float, acceptance: float) -> None:
         """Add a prior: every position tried equally often."""
@@ -186,12 +200,13 @@ class _Drafter:
 
     def observe(self, outcome: SequenceOutcome, *, probing: bool) -> None:
         tried, kept = tried_and_kept(outcome)
-        tried, kept = min(tried, self.positions), min(kept, self.positions)
+        if not outcome.judged_singly:
+            tried, kept = min(tried, self.positions), min(kept, self.positions)
         if tried == 0:
             return
         self.seen_tokens += tried
-        self._memory.add(tried, kept)
-        self._recent.add(tried, kept)
+        for counts in (self._memory, self._recent):
+            (counts.add_singly if outcome.judged_singly else counts.add)(tried, kept)
         if probing:
             self._replace_if_changed()
         if not outcome.finished:

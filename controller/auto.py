@@ -384,7 +384,9 @@ class AutoController(BaseController):
 
     def _probe_of(self, name: str, view: _View, plan: RoundPlan) -> RoundPlan:
         """Return ``plan`` with one sequence moved to drafter ``name``."""
-        caps = np.minimum(view.room_BD[name], self._config.probe_gamma)
+        caps = view.room_BD[name]
+        if name not in self._pipelines:  # what those cost and bring shows in full ones only
+            caps = np.minimum(caps, self._config.probe_gamma)
         # The heaviest sequence stays longest, so what is learnt about it is used longest.
         at = int(np.argmax(np.where(caps > 0, view.batch.worth_B, -1.0)))
         moved = [at] if self._traits.gamma_per_sequence else np.flatnonzero(caps).tolist()
@@ -392,10 +394,17 @@ class AutoController(BaseController):
         for i in moved:
             key, old = view.batch.keys[i], plan.of(view.batch.keys[i])
             if old.gamma:
-                tokens -= self._expected_more(old, key)
+                tokens -= self._expected_more(view.load, plan.assignments, key)
             assignments[key] = self._assignment(name, int(caps[i]))
-            if name not in self._pipelines:  # the first round of a pipeline fills it
+            if name not in self._pipelines:
                 tokens += self._acceptance.expected_accepted(name, int(caps[i]), key)
+        if any(a.drafter in self._pipelines for a in assignments.values()):
+            # How far lanes get depends on who else is in the round, so all are counted anew.
+            began = {view.batch.keys[i] for i in moved}
+            more = [
+                self._expected_more(view.load, assignments, key, fresh=key in began) for key in assignments
+            ]
+            tokens = len(view.load.sequences) + sum(more)
         return RoundPlan(
             assignments=assignments,
             reason=f"probe of {name}",

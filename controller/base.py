@@ -211,15 +211,28 @@ class BaseController:
         return self._assignments[key]
 
     def _expected_tokens(self, load: RoundLoad, assignments: Mapping[int, Assignment]) -> float:
-        return len(load.sequences) + sum([self._expected_more(a, key) for key, a in assignments.items()])
+        more = sum([self._expected_more(load, assignments, key) for key in assignments])
+        return len(load.sequences) + more
 
-    def _expected_more(self, assignment: Assignment, key: int) -> float:
-        """Return the tokens a sequence is expected to commit beyond the one it gets anyway."""
+    def _expected_more(
+        self, load: RoundLoad, assignments: Mapping[int, Assignment], key: int, *, fresh: bool = False
+    ) -> float:
+        """Return the tokens a sequence is expected to commit beyond the one it gets anyway.
+
+        ``fresh``: it begins, so that a pipeline has to fill first, which takes the passes of one token.
+        """
+        assignment = assignments[key]
         drafter = assignment.drafter
-        if drafter in self._pipelines:
-            alpha = self._acceptance.expected_accepted(drafter, 1, key)
-            return self._pipelines[drafter].tokens_per_round(alpha) - 1.0
-        return self._acceptance.expected_accepted(drafter, assignment.gamma, key)
+        if drafter not in self._pipelines:
+            return self._acceptance.expected_accepted(drafter, assignment.gamma, key)
+        pipeline = self._pipelines[drafter]
+        in_lanes = sum([a.drafter == drafter for a in assignments.values()])
+        alone = in_lanes == len(load.sequences) and not load.prefill_tokens
+        alpha = self._acceptance.expected_accepted(drafter, 1, key)
+        passes = pipeline.shape.passes_of(in_lanes, alone=alone)
+        if fresh:
+            return (passes - pipeline.loops) / pipeline.passes_per_token(alpha)
+        return passes / pipeline.passes_per_token(alpha) - 1.0
 
     def _predicted_s(self, load: RoundLoad, assignments: Mapping[int, Assignment]) -> float:
         """Return the seconds a round is expected to take; 0 without a cost model."""

@@ -326,9 +326,9 @@ class CostModel:
         extra = self._other.flagged_s if speculates else 0.0
         return self._other.base_s + extra, self._other.per_row_s
 
-    def lanes_s(self, name: str, *, lanes: float, sequences: int, read_tokens: float) -> float:
-        """Return seconds of a round's passes of a pipeline, with so many lanes per sequence on average."""
-        return self._pipelines[name].lane_loops * self.forward_s(
+    def lanes_s(self, name: str, *, lanes: float, sequences: int, read_tokens: float, passes: float) -> float:
+        """Return seconds of so many passes of a pipeline, with so many lanes per sequence on average."""
+        return passes * self.forward_s(
             name,
             rows=max(1, round(lanes * sequences)),
             sequences=sequences,
@@ -360,7 +360,8 @@ class CostModel:
             rows += gamma + 1
             read += s.context_tokens
             context += (gamma + 1) * s.context_tokens
-        draft_s = sum([self._drafter_s(name, asked, lanes) for name, asked in by_drafter.items()])
+        alone = not rows
+        draft_s = sum([self._drafter_s(name, asked, lanes, alone) for name, asked in by_drafter.items()])
         # Pipelines are among these as well; they leave nothing done of a forward they are no part of.
         drafts = [(name, g, c) for name, asked in by_drafter.items() for g, c in asked]
         verify_s = 0.0
@@ -375,13 +376,16 @@ class CostModel:
         base, per_row = self.other_line_s(speculates=bool(by_drafter))
         return RoundPrediction(draft_s, verify_s, base + per_row * rows)
 
-    def _drafter_s(self, drafter: str, asked: list[tuple[int, int]], lanes: Mapping[str, float]) -> float:
+    def _drafter_s(
+        self, drafter: str, asked: list[tuple[int, int]], lanes: Mapping[str, float], alone: bool
+    ) -> float:
         if drafter in self._pipelines:
             return self.lanes_s(
                 drafter,
                 lanes=lanes.get(drafter, self._pipelines[drafter].most_lanes),
                 sequences=len(asked),
                 read_tokens=float(sum(context for _, context in asked)),
+                passes=self._pipelines[drafter].passes_of(len(asked), alone=alone),
             )
         if drafter in self._free:
             return self.free_draft_s(drafter, len(asked))

@@ -29,7 +29,7 @@ PLAIN_PATIENCE = 2.0
 """The same for plain decoding that is near: what is gained by speculating a little sooner is little."""
 
 BATCH_CHANGE = 0.25
-"""Relative change of the batch that is planned for at once."""
+"""Relative change of the batch that is planned for at once: sequences fewer, more, or others."""
 
 MORE_READY = 1.25
 """Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
@@ -182,8 +182,9 @@ class PlanKeeper:
 
     def _fits(self, kept: KeptPlan, load: RoundLoad) -> bool:
         """Whether it is for a round like this one, and little was learnt since."""
-        planned_for = len(kept.keys)
-        if abs(len(load.sequences) - planned_for) > BATCH_CHANGE * planned_for:
+        planned_for, known = len(kept.keys), set(kept.keys)
+        strangers = sum([s.key not in known for s in load.sequences])
+        if max(strangers, planned_for - len(load.sequences)) > BATCH_CHANGE * planned_for:
             return False
         if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False

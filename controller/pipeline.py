@@ -3,7 +3,8 @@
 A token runs ``loops`` passes to the target's choice. After ``depth`` of them it proposes its successor, which
 travels behind it. A right proposal is done ``depth`` passes after the token before it; after a wrong one the
 next token starts afresh and takes all ``loops``. With right proposals at a rate of alpha a token takes
-alpha * depth + (1 - alpha) * loops passes. A round runs ``loops`` of them.
+alpha * depth + (1 - alpha) * loops passes. A round runs ``loops`` of them, and more where nothing else is in
+it (``PartShape.passes_of``).
 
 Shapes in this file: B sequences.
 """
@@ -28,12 +29,21 @@ Number = TypeVar("Number", float, Floats)
 class Pipeline:
     """One drafter of that kind."""
 
-    depth: int
-    loops: int
+    shape: PartShape
 
-    def tokens_per_round(self, alpha: Number) -> Number:
-        """Return the tokens a sequence commits in a round, in a steady state."""
-        return self.loops / (alpha * self.depth + (1.0 - alpha) * self.loops)
+    @property
+    def depth(self) -> int:
+        """Passes after which a token proposes the next one."""
+        return self.shape.lane_depth
+
+    @property
+    def loops(self) -> int:
+        """Passes of a token."""
+        return self.shape.lane_loops
+
+    def passes_per_token(self, alpha: Number) -> Number:
+        """Return the passes after which a sequence commits its next token, in a steady state."""
+        return alpha * self.depth + (1.0 - alpha) * self.loops
 
     def mean_lanes(self, alpha: float) -> float:
         """Return the tokens of one sequence under way, over all passes.
@@ -50,11 +60,7 @@ class Pipeline:
 
 def pipelines_of(shapes: Mapping[str, PartShape]) -> dict[str, Pipeline]:
     """Return the parts that are pipelines."""
-    return {
-        name: Pipeline(depth=shape.lane_depth, loops=shape.lane_loops)
-        for name, shape in shapes.items()
-        if shape.lane_loops
-    }
+    return {name: Pipeline(shape=shape) for name, shape in shapes.items() if shape.lane_loops}
 
 
 def allocate_lanes(batch: Batch, candidates: Candidates, cost: CostModel, pipeline: Pipeline) -> Allocation:
@@ -63,17 +69,23 @@ def allocate_lanes(batch: Batch, candidates: Candidates, cost: CostModel, pipeli
     Sequences with room for no draft decode plainly beside them, and so do prompt rows.
     """
     in_lanes_B = candidates.cap_B > 0
+    in_lanes = int(np.count_nonzero(in_lanes_B))
+    plain = batch.size - in_lanes
     alpha_B = candidates.survival_BP[:, 0]
+    # A round that has it all to itself ends with the first sequence that is over.
+    over_passes = ((batch.room_B + 1.0) * pipeline.passes_per_token(alpha_B))[in_lanes_B].min()
+    most = pipeline.shape.passes_of(in_lanes, alone=plain + batch.prefill_tokens == 0)
+    passes = max(float(pipeline.loops), min(float(most), float(over_passes)))
     tokens_B: Floats = np.where(
-        in_lanes_B, np.minimum(pipeline.tokens_per_round(alpha_B), batch.room_B + 1.0), 1.0
+        in_lanes_B, np.minimum(passes / pipeline.passes_per_token(alpha_B), batch.room_B + 1.0), 1.0
     )
     seconds = cost.lanes_s(
         candidates.label,
         lanes=pipeline.mean_lanes(float(alpha_B[in_lanes_B].mean())),
-        sequences=int(np.count_nonzero(in_lanes_B)),
+        sequences=in_lanes,
         read_tokens=float(batch.context_B[in_lanes_B].sum()),
+        passes=passes,
     )
-    plain = batch.size - int(np.count_nonzero(in_lanes_B))
     rows, read = plain + batch.prefill_tokens, float(batch.context_B[~in_lanes_B].sum())
     if rows:
         seconds += cost.forward_s(

@@ -52,6 +52,18 @@ class PartShape:
     lane_depth: int = 0
     """Loops after which a token proposes the next one, which then travels behind it."""
 
+    lane_passes: int = 0
+    """Forwards of a round that computes nothing else, divided among its sequences: see ``passes_of``."""
+
+    def passes_of(self, sequences: int, *, alone: bool) -> int:
+        """Return the forwards of a round with so many sequences of a pipeline, ``alone`` in it or not.
+
+        Whoever else is in the round waits for its end, so they are as many as plain decoding takes there. A
+        round that is all the pipeline's has more, which spares what rounds cost beside them: fewer for many
+        sequences, who share that cost.
+        """
+        return max(self.lane_loops, self.lane_passes // sequences if alone else 0)
+
     @property
     def most_lanes(self) -> int:
         """Tokens of one sequence under way in a full pipeline; 1 for a part that is none."""
@@ -179,6 +191,9 @@ class SequenceOutcome:
     """True when a stop or a limit cut the round, so later positions say nothing about the drafter."""
 
     finished: bool
+    judged_singly: bool = False
+    """Whether each draft token was judged for itself, those after a wrong one as well: in a pipeline. Their
+    place among the others means nothing then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,11 @@ class DrafterConfig:
     """Loops of a looped policy after which a token proposes its successor in ``wavefront``. The fewer, the
     more tokens travel at once: worth it as long as that readout is usually right."""
 
+    wavefront_passes: int = 32
+    """Most passes of a ``wavefront`` round in which nothing else is computed, divided among its sequences.
+    More of them spare what a round costs beside its passes; whatever arrives meanwhile waits for their end. A
+    policy whose passes are long runs fewer, none fewer than it has loops: what plain decoding takes."""
+
     failure_limit: int = 3
     """Failures in a row before a drafter is rebuilt, and again before it is switched off."""
 

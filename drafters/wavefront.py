@@ -25,6 +25,8 @@ class WavefrontDrafter:
         self.max_gamma = config.max_gamma
         self.depth = config.wavefront_depth
         """Loops after which a token proposes its successor."""
+        self.most_passes = config.wavefront_passes
+        """Of a round that is its own."""
         self.drafter_version = -1
         self._pass_bytes = 0
 

@@ -31,9 +31,15 @@ class AcceptanceCounts:
         """Count one sequence of one round; a plain one changes nothing."""
         if outcome.gamma == 0:
             return
-        self.drafts += 1
         self.drafted += outcome.gamma
         self.accepted += outcome.accepted
+        if outcome.judged_singly:
+            # A wrong draft token ends a block, and all tokens of a block stand first.
+            self.drafts += max(1, outcome.gamma - outcome.accepted)
+            self.decided_by_position[0] += outcome.accepted if outcome.censored else outcome.gamma
+            self.accepted_by_position[0] += outcome.accepted
+            return
+        self.drafts += 1
         # A stop or a limit says nothing about the draft tokens it cut off.
         decided = outcome.accepted if outcome.censored else outcome.gamma
         self.decided_by_position.update(range(decided))

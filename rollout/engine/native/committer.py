@@ -72,7 +72,8 @@ class Committer:
         self, sequence: LiveSequence, verdict: Verdict, work: Work, out: Committed, policy_version: int
     ) -> None:
         drafts = work.drafts_of(sequence).tokens
-        speculates = bool(drafts) or sequence in work.in_lanes
+        in_lanes = sequence in work.in_lanes
+        speculates = bool(drafts) or in_lanes
         drafter = work.assignments[sequence.key].drafter if speculates else AR
         context, accepted_before = len(sequence.tokens), sequence.accepted
         sequence.rounds += 1
@@ -89,6 +90,7 @@ class Committer:
                 context_tokens=context,
                 censored=committed < len(verdict.tokens),
                 finished=sequence.phase is Phase.OVER,
+                judged_singly=in_lanes,
             )
         )
 

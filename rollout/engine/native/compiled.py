@@ -341,6 +341,11 @@ class CompiledDecoder:
         status: int = self._library.taildraft_chain(self._handle, ctypes.byref(call))
         return status, seconds_of(self._phase_s)
 
+    def run_lanes(self, call: ctypes.Structure) -> None:
+        """Run the passes of lanes: ``compiled_lanes.py`` knows how. Raises as ``forward`` does."""
+        self._check_loaded()
+        abi.check(self._library.taildraft_lanes(self._handle, ctypes.byref(call)))
+
     def _check_loaded(self) -> None:
         if not self._weights.loaded:
             raise ValueError("the decoder has no weights yet: call load first")

@@ -435,7 +435,7 @@ class NativeEngine:
             context_tokens=context_tokens,
             sequences=sequences or rows,
             loops=None if model is None else model.loops,
-            run=self._wavefront.typical_pass if lanes else None,
+            run=self._wavefront.time_pass if lanes else None,
         )
 
     @property

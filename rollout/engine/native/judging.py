@@ -73,6 +73,8 @@ class Judge:
 
     def judge(self, work: Work, logits_RV: Tensor) -> list[Verdict]:
         """Return one verdict per sequence of ``work.choosing``; ``logits_RV`` holds their rows in order."""
+        if not work.choosing:
+            return []
         spans = self._spans(work)
         if self._mode == "coupled":
             return self._coupled(spans, logits_RV)

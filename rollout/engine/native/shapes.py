@@ -9,13 +9,17 @@ from drafters.wavefront import WavefrontDrafter
 from rollout.engine.native.view import NativeDraftModel
 from rollout.policy.spec import ModelSpec
 
+LANE_ROUND_BYTES = 64_000_000
+"""Weights that the passes of a pipeline's own round read together, at most: a few milliseconds of a CPU.
+What a round costs beside them, some tenths of one, is little then; longer ones would only let others wait."""
+
 
 def part_shapes(spec: ModelSpec, drafters: Iterable[Drafter]) -> Mapping[str, PartShape]:
     """Return the shape of the policy and of each drafter, by name."""
     shapes = {POLICY: _shape(spec, POLICY, weight_bytes=2 * _params(spec, spec.loops), loops=spec.loops)}
     for drafter in drafters:
         if isinstance(drafter, WavefrontDrafter) and drafter.depth < spec.loops:
-            shapes[drafter.name] = _lane_shape(spec, drafter)
+            shapes[drafter.name] = lane_shape(spec, drafter)
             continue
         model = drafter.model if isinstance(drafter.model, NativeDraftModel) else None
         shapes[drafter.name] = _shape(
@@ -38,10 +42,15 @@ def _params(spec: ModelSpec, loops: int) -> int:
     return spec.body_linear_params * loops + spec.head_params
 
 
-def _lane_shape(spec: ModelSpec, drafter: WavefrontDrafter) -> PartShape:
+def lane_shape(spec: ModelSpec, drafter: WavefrontDrafter) -> PartShape:
     """Return the shape of one pass of lanes: each of its rows runs one loop and reads its planes."""
     one_loop = _shape(spec, drafter.name, weight_bytes=2 * _params(spec, 1), loops=1)
-    return replace(one_loop, lane_loops=spec.loops, lane_depth=drafter.depth)
+    return replace(
+        one_loop,
+        lane_loops=spec.loops,
+        lane_depth=drafter.depth,
+        lane_passes=min(drafter.most_passes, LANE_ROUND_BYTES // one_loop.weight_bytes),
+    )
 
 
 def _shape(spec: ModelSpec, name: str, *, weight_bytes: int, loops: int, reused_loops: int = 0) -> PartShape:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.pages import PagePool, pages_for
@@ -22,12 +21,12 @@ def time_forward(
     context_tokens: int,
     sequences: int,
     loops: range | None = None,
-    run: Callable[[RowBatch], Tensor] | None = None,
+    run: Callable[[RowBatch], float] | None = None,
 ) -> float:
     """Return the seconds of one forward: ``rows`` rows spread over ``sequences``, each at the context's end.
 
     It runs ``loops``, from the first on (all by default), and the head; or, if given, ``run``, which returns
-    the logits it computed. Needs ``sequences * context_tokens`` free token slots. Raises ``CapacityError``.
+    what it took. Needs ``sequences * context_tokens`` free token slots. Raises ``CapacityError``.
     """
     per_sequence = -(-rows // sequences)
     pages_each = pages_for(context_tokens + per_sequence)
@@ -43,8 +42,10 @@ def time_forward(
             page_table_SP=torch.tensor(pages, dtype=torch.int32).reshape(sequences, pages_each),
             head_rows_R=torch.arange(rows, dtype=torch.int32),
         )
+        if run is not None:
+            return run(batch)
         started = time.perf_counter()
-        wait_for(decoder.forward(batch, storage, loops=loops).logits_RV if run is None else run(batch))
+        wait_for(decoder.forward(batch, storage, loops=loops).logits_RV)
         return time.perf_counter() - started
     finally:
         pool.release(pages)

@@ -12,150 +12,36 @@ token is committed, or else p + 1 falls as well. Keys of fallen lanes lie beyond
 that takes their place rewrites a plane before anything reads it there.
 
 A round runs as many passes as the policy has loops, which is what plain decoding takes: so every sequence
-gets a token, and its lanes wait for its next round where they stand. Only ``coupled`` verification has a
-target's own choice to compare with, so the other modes are refused.
+gets a token, and its lanes wait for its next round where they stand. Where nothing else is in the round it
+runs more (``PartShape.passes_of``), until a sequence is over, whose place others may want. Only ``coupled``
+verification has a target's own choice to compare with, so the other modes are refused.
 
-Shapes: M lanes, D hidden, V vocabulary.
+A round's passes are one compiled call for all sequences whose target distribution nothing edits
+(``compiled_lanes.py``), and run one by one for the others and for other decoders (``lane_passes.py``). Both
+leave the same bits: tokens, logprobs, keys and lanes.
 """
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from controller.types import Assignment, DraftCost
 from drafters.wavefront import WAVEFRONT, WavefrontDrafter
+from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.compiled_lanes import CompiledLanes
 from rollout.engine.native.drafting import Drafted, Drafting
+from rollout.engine.native.lane_passes import LanePasses
+from rollout.engine.native.lanes import Chain, Lane, LaneStates, Spent
+from rollout.engine.native.pass_clock import wait_for
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.sequence import LiveSequence
+from rollout.engine.native.shapes import lane_shape
 from rollout.engine.native.view import EngineState
-from rollout.engine.target import Choice, TargetRow
+from rollout.engine.target import needs_edits
 from rollout.engine.verify import Verdict
 from rollout.errors import ConfigError
-from rollout.types import Origin
-
-ONE_CALL_VOCAB = 8192
-"""Vocabulary up to which proposals are chosen in one call with the target's own choices: logprobs that nobody
-asked for are cheaper there than a second call."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Lane:
-    """One token on its way through the loops."""
-
-    token: int
-    loops_run: int = 0
-    state: int = 0
-    """Its row among the states of the last pass; means nothing before its first loop."""
-
-    successor: int | None = None
-    """What its readout proposes to follow; None before it was read, and where it was not finite."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Chain:
-    """The lanes of one sequence in a round: consecutive positions, the deepest first."""
-
-    sequence: LiveSequence
-    lanes: list[Lane]
-    most_lanes: int
-    room: int
-    """Positions beyond the last committed token, as the round began, that lanes may stand on."""
-
-    tokens: list[tuple[Choice, Origin]] = field(default_factory=list)
-    """What the target chose in this round."""
-
-    drafts: list[int] = field(default_factory=list)
-    """Tokens of lanes that were compared with the target's choice."""
-
-    accepted: int = 0
-    over: bool = False
-    """Whether nothing it still computes could be committed."""
-
-    @property
-    def first_position(self) -> int:
-        """Position of the deepest lane."""
-        return len(self.sequence.tokens) - 1 + len(self.tokens)
-
-    def target_row(self, index: int) -> TargetRow:
-        """Return what shapes the choice of the token after lane ``index``."""
-        chosen = [choice.token for choice, _ in self.tokens]
-        ahead = [lane.token for lane in self.lanes[1 : index + 1]]
-        return self.sequence.target_row(chosen + ahead, seed=None)
-
-    def reads(self, index: int) -> bool:
-        """Whether a successor of lane ``index`` could still be used: its choice must be allowed as well."""
-        return len(self.tokens) + index + 1 < self.sequence.remaining_tokens
-
-    def enter(self) -> None:
-        """Let the last lane's successor in, where there is one and room for it."""
-        successor = self.lanes[-1].successor
-        offset = len(self.tokens) + len(self.lanes)
-        if successor is not None and len(self.lanes) < self.most_lanes and offset <= self.room:
-            self.lanes.append(Lane(token=successor))
-
-    def commit(self, choice: Choice) -> None:
-        """Take the target's choice after the deepest lane, which ends it and decides about the next."""
-        self.lanes.pop(0)
-        origin: Origin = "plain"
-        if self.lanes:
-            draft = self.lanes[0].token
-            kept = choice.finite and choice.token == draft
-            origin = "accepted" if kept else "corrected"
-            self.drafts.append(draft)
-            self.accepted += kept
-        if origin != "accepted":
-            self.lanes = [Lane(token=choice.token)]
-        self.tokens.append((choice, origin))
-        sequence = self.sequence
-        stops = choice.token in sequence.stop_ids or choice.token in sequence.eos_ids
-        self.over = stops or not choice.finite or len(self.tokens) == sequence.remaining_tokens
-
-
-@dataclass(kw_only=True, slots=True)
-class _Spent:
-    """What a round's passes came to."""
-
-    passes: int = 0
-    rows: int = 0
-    context_tokens: int = 0
-    unread: set[int] = field(default_factory=set)
-    """Keys of sequences a readout of which was not finite."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Frame:
-    """What names the rows of a pass, in buffers that are used again: passes of small policies are short."""
-
-    numbers: NDArray[np.int32]
-    """The five below, one under the other."""
-
-    token_ids_M: Tensor
-    positions_M: Tensor
-    table_M: Tensor
-    loop_M: Tensor
-    state_M: Tensor
-    order_M: Tensor
-    """0, 1, 2 and so on."""
-
-    @classmethod
-    def of(cls, rows: int) -> "_Frame":
-        """Return buffers for ``rows`` rows."""
-        numbers = np.zeros((5, rows), np.int32)
-        token_ids_M, positions_M, table_M, loop_M, state_M = torch.from_numpy(numbers).unbind()
-        return cls(
-            numbers=numbers,
-            token_ids_M=token_ids_M,
-            positions_M=positions_M,
-            table_M=table_M,
-            loop_M=loop_M,
-            state_M=state_M,
-            order_M=torch.arange(rows, dtype=torch.int32),
-        )
 
 
 class Wavefront:
@@ -164,7 +50,9 @@ class Wavefront:
     def __init__(self, state: EngineState, drafting: Drafting) -> None:
         """Raises ``ConfigError`` when the drafter is there but verification has no own choice to compare."""
         slot = drafting.slots.get(WAVEFRONT)
-        self._depth = slot.drafter.depth if slot and isinstance(slot.drafter, WavefrontDrafter) else 0
+        drafter = slot.drafter if slot and isinstance(slot.drafter, WavefrontDrafter) else None
+        self._depth = drafter.depth if drafter else 0
+        self._shape = lane_shape(state.decoder.spec, drafter) if drafter else None
         if self._depth and state.verify != "coupled":
             raise ConfigError(
                 f"engine.verify={state.verify} cannot verify the drafter wavefront, whose lanes live or fall "
@@ -173,11 +61,12 @@ class Wavefront:
         self._engine = state
         self._drafting = drafting
         self._loops = state.decoder.spec.loops
+        self._passes = LanePasses(state, depth=self._depth)
+        self._compiled = _compiled(state, depth=self._depth)
         self._lanes: dict[int, list[Lane]] = {}
         """By sequence key, between rounds."""
-        self._states_MD: Tensor | None = None
-        """Of the last pass; None before the first, when every lane starts at its token."""
-        self._frames: dict[int, _Frame] = {}
+        self._states: LaneStates | None = None
+        """None before the first round with lanes: few engines have any."""
 
     # ---- what a plan may ask -------------------------------------------------------------------
 
@@ -190,17 +79,21 @@ class Wavefront:
         """Whether a sequence so assigned runs here; a drafter that is off leaves it to plain decoding."""
         return self._depth > 0 and assignment.drafter == WAVEFRONT and self._drafting.works(WAVEFRONT)
 
-    def reach(self, assignment: Assignment) -> int:
+    def passes(self, sequences: int, *, alone: bool) -> int:
+        """Return the most passes of a round with so many sequences in lanes, ``alone`` in it or not."""
+        return self._shape.passes_of(sequences, alone=alone) if self._shape and sequences else self._loops
+
+    def reach(self, assignment: Assignment, passes: int) -> int:
         """Return how many positions beyond the last token a round may write, limits of the request aside.
 
-        That many lanes may be ahead of the first one, and at most a pipeline of them commits meanwhile.
+        That many lanes may be ahead of the first one, and one commits every ``depth`` passes meanwhile.
         """
-        return min(assignment.gamma, self.most_lanes - 1) + self.most_lanes
+        return min(assignment.gamma, self.most_lanes - 1) + -(-passes // self._depth)
 
-    def typical_pass(self, batch: RowBatch) -> Tensor:
-        """Run one pass over these rows as full pipelines would: to be timed, on borrowed pages.
+    def time_pass(self, batch: RowBatch) -> float:
+        """Run one pass over these rows as full pipelines would, on borrowed pages; return its seconds.
 
-        Returns the logits of the lanes that come to a readout.
+        They are the decoder's own where it tells them: a round's passes have no Python between them then.
         """
         decoder = self._engine.decoder
         loop_M = torch.arange(batch.rows, dtype=torch.int32) % self._loops
@@ -208,7 +101,10 @@ class Wavefront:
         heads = max(1, round(2 * batch.rows / (self._depth * self.most_lanes)))
         states_MD = decoder.embed(batch.token_ids_M)
         rows = replace(batch, head_rows_R=batch.head_rows_R[:heads])
-        return decoder.advance(states_MD, rows, self._engine.storage, loop_M=loop_M).logits_RV
+        started = time.perf_counter()
+        result = decoder.advance(states_MD, rows, self._engine.storage, loop_M=loop_M)
+        wait_for(result.logits_RV)
+        return result.seconds.total_s if result.seconds is not None else time.perf_counter() - started
 
     # ---- lanes between rounds ------------------------------------------------------------------
 
@@ -229,24 +125,19 @@ class Wavefront:
     # ---- the passes of a round -----------------------------------------------------------------
 
     def run(
-        self, sequences: Sequence[LiveSequence], assignments: Mapping[int, Assignment]
+        self, sequences: Sequence[LiveSequence], assignments: Mapping[int, Assignment], *, passes: int
     ) -> tuple[list[Verdict], dict[int, Drafted], DraftCost | None]:
         """Run a round's passes; return a verdict per sequence, the drafts it speaks of, and what it cost.
 
-        Positions up to ``reach`` beyond each last token must be reserved. Lanes of all other sequences are
-        dropped: those decode plainly, wait, or are over.
+        Positions up to ``reach`` beyond each last token must be reserved for so many ``passes``. Lanes of all
+        other sequences are dropped: those decode plainly, wait, or are over.
         """
         waiting, self._lanes = self._lanes, {}
         if not sequences:
             return [], {}, None
         started = time.perf_counter()
-        chains = [self._chain(s, waiting.get(s.key), assignments[s.key]) for s in sequences]
-        spent = _Spent()
-        for _ in range(self._loops):
-            live = [chain for chain in chains if not chain.over]
-            if not live:
-                break
-            self._advance(live, spent)
+        chains = [self._chain(s, waiting.get(s.key), assignments[s.key], passes) for s in sequences]
+        spent = self._run_passes(chains, passes)
         self._lanes = {chain.sequence.key: chain.lanes for chain in chains if not chain.over}
         self._drafting.hear(WAVEFRONT, "a readout of its lanes is not finite" if spent.unread else "")
         cost = DraftCost(
@@ -260,91 +151,39 @@ class Wavefront:
         verdicts = [Verdict(accepted=c.accepted, tokens=c.tokens) for c in chains]
         return verdicts, {c.sequence.key: Drafted(tokens=c.drafts) for c in chains}, cost
 
-    def _chain(self, sequence: LiveSequence, waiting: list[Lane] | None, assignment: Assignment) -> Chain:
+    def _chain(
+        self, sequence: LiveSequence, waiting: list[Lane] | None, assignment: Assignment, passes: int
+    ) -> Chain:
         lanes = waiting or [Lane(token=sequence.tokens[-1])]
         assert lanes[0].token == sequence.tokens[-1], "lanes follow the committed tokens"
         return Chain(
             sequence=sequence,
             lanes=lanes,
             most_lanes=min(assignment.gamma + 1, self.most_lanes),
-            room=min(self.reach(assignment), sequence.remaining_tokens - 1),
+            room=min(self.reach(assignment, passes), sequence.remaining_tokens - 1),
         )
 
-    def _advance(self, chains: Sequence[Chain], spent: _Spent) -> None:
-        """Take every lane one loop further, and act on what those read that have come to a readout."""
-        final: list[tuple[Chain, int]] = []
-        shallow: list[tuple[Chain, int]] = []
-        others: list[tuple[Chain, int]] = []
+    def _run_passes(self, chains: Sequence[Chain], passes: int) -> Spent:
+        """Take the chains through a round's passes, those that can in one call."""
+        if self._states is None:
+            slots = self._engine.scheduler.page_table.shape[0]
+            self._states = LaneStates(self._engine.decoder, slots=slots, lanes_each=self.most_lanes)
+        spent = Spent()
+        singly: list[Chain] = []
+        together: list[Chain] = []
         for chain in chains:
-            chain.enter()
-            for index, lane in enumerate(chain.lanes):
-                loops_run = lane.loops_run + 1
-                if loops_run == self._loops:
-                    final.append((chain, index))
-                elif loops_run == self._depth and chain.reads(index):
-                    shallow.append((chain, index))
-                else:
-                    others.append((chain, index))
-        logits_RV = self._pass([*final, *shallow, *others], heads=len(final) + len(shallow), spent=spent)
-        rows = [chain.target_row(index) for chain, index in (*final, *shallow)]
-        choices = self._choices(logits_RV, rows, final=len(final))
-        # Proposals first: a commit ends lanes and renumbers those behind.
-        for (chain, index), choice in zip(shallow, choices[len(final) :], strict=True):
-            if choice.finite:
-                chain.lanes[index].successor = choice.token
-            else:
-                spent.unread.add(chain.sequence.key)
-        for (chain, _), choice in zip(final, choices, strict=False):
-            chain.commit(choice)
+            alone = self._compiled is None or needs_edits(chain.target_row(0))
+            (singly if alone else together).append(chain)
+        if self._compiled is not None and together:
+            self._compiled.run(together, self._states, spent, passes=passes)
+        if singly:
+            self._passes.run(singly, self._states, spent, passes=passes)
+        return spent
 
-    def _choices(self, logits_RV: Tensor, rows: Sequence[TargetRow], *, final: int) -> list[Choice]:
-        """Return the choice of each row; the first ``final`` are the target's own and get their logprobs.
 
-        A proposal is chosen exactly as the target would choose from these logits, noise included.
-        """
-        choose = self._engine.chooser.choose
-        if logits_RV.shape[1] <= ONE_CALL_VOCAB or final in (0, len(rows)):
-            return choose(logits_RV, rows, logprobs=final > 0) if rows else []
-        proposals = choose(logits_RV[final:], rows[final:], logprobs=False)
-        return choose(logits_RV[:final], rows[:final]) + proposals
-
-    def _pass(self, placed: Sequence[tuple[Chain, int]], *, heads: int, spent: _Spent) -> Tensor:
-        """Take these lanes one loop further; return the logits of the first ``heads`` of them."""
-        engine = self._engine
-        lanes = [chain.lanes[index] for chain, index in placed]
-        positions = [chain.first_position + index for chain, index in placed]
-        frame = self._frame(len(lanes))
-        frame.numbers[:] = (
-            [lane.token for lane in lanes],
-            positions,
-            [chain.sequence.slot for chain, _ in placed],
-            [lane.loops_run for lane in lanes],
-            [lane.state for lane in lanes],
-        )
-        batch = RowBatch(
-            token_ids_M=frame.token_ids_M,
-            positions_M=frame.positions_M,
-            table_M=frame.table_M,
-            page_table_SP=torch.from_numpy(engine.scheduler.page_table),
-            head_rows_R=frame.order_M[:heads],
-        )
-        if self._states_MD is None:
-            states_MD = engine.decoder.embed(batch.token_ids_M)
-        else:
-            states_MD = self._states_MD.index_select(0, frame.state_M.to(self._states_MD.device))
-        result = engine.clock.advance(engine.decoder, states_MD, batch, engine.storage, loop_M=frame.loop_M)
-        self._states_MD = result.hidden_MD
-        for row, lane in enumerate(lanes):
-            lane.loops_run += 1
-            lane.state = row
-        spent.passes += 1
-        spent.rows += len(lanes)
-        spent.context_tokens += sum(positions) + len(positions)
-        return result.logits_RV
-
-    def _frame(self, rows: int) -> _Frame:
-        """Return the buffers of a pass of so many rows."""
-        frame = self._frames.get(rows)
-        if frame is None:
-            frame = self._frames[rows] = _Frame.of(rows)
-        return frame
+def _compiled(state: EngineState, *, depth: int) -> CompiledLanes | None:
+    """Return what runs all passes in one call; None where decoder or chooser only answer Python."""
+    port = state.chooser.port
+    if not depth or port is None or not isinstance(state.decoder, CompiledDecoder):
+        return None
+    return CompiledLanes(state, state.decoder, port, depth=depth)

@@ -26,6 +26,9 @@ class Work:
     in_lanes: list[LiveSequence] = field(default_factory=list)
     """Sequences that decode in passes of their own, loop by loop."""
 
+    lane_passes: int = 0
+    """Most of those passes."""
+
     drafted: dict[int, Drafted] = field(default_factory=dict)
     costs: list[DraftCost] = field(default_factory=list)
     context_tokens: int = 0
@@ -59,6 +62,7 @@ class Work:
 def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *, chunk_tokens: int) -> Work:
     """Take the pages a round needs. Drafts are optional: they give way before anyone is preempted."""
     assignments: dict[int, Assignment] = {}
+    lane_passes = _lane_passes(scheduler, plan, wavefront)
     for sequence in scheduler.decoding():
         if sequence.phase is not Phase.DECODE:
             continue  # preempted by an elder earlier in this loop
@@ -69,7 +73,10 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *,
         gamma = reach = min(wanted.gamma, most)
         if wavefront.takes(wanted):
             # It may be under way already: the last token as well is found in lanes.
-            gamma, reach = wanted.gamma, min(wavefront.reach(wanted), most)
+            gamma, reach = wanted.gamma, min(wavefront.reach(wanted, lane_passes), most)
+            if not scheduler.reserve(sequence, length + reach, may_preempt=False):
+                lane_passes = wavefront.passes(1, alone=False)
+                reach = min(wavefront.reach(wanted, lane_passes), most)
         if reach > 0 and not scheduler.reserve(sequence, length + reach, may_preempt=False):
             gamma = 0
         if not scheduler.reserve(sequence, length, may_preempt=True):
@@ -80,12 +87,25 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *,
             Assignment(drafter=wanted.drafter, gamma=gamma) if drafts else AR_ASSIGNMENT
         )
     decoding = [s for s in scheduler.decoding() if s.key in assignments]
-    return Work(
+    work = Work(
         chunks=scheduler.chunks(chunk_tokens),
         decoding=[s for s in decoding if not wavefront.takes(assignments[s.key])],
         assignments=assignments,
         in_lanes=[s for s in decoding if wavefront.takes(assignments[s.key])],
     )
+    alone = not work.chunks and not work.decoding
+    work.lane_passes = lane_passes if alone else wavefront.passes(1, alone=False)
+    return work
+
+
+def _lane_passes(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront) -> int:
+    """Return the passes of a round's lanes as planned.
+
+    Whoever decodes otherwise, or is in prefill, waits for their end; a stop string is found only then.
+    """
+    in_lanes = [s for s in scheduler.decoding() if wavefront.takes(plan.of(s.key))]
+    alone = len(in_lanes) == len(scheduler.running) and not any(s.params.stop for s in in_lanes)
+    return wavefront.passes(len(in_lanes), alone=alone)
 
 
 def draft_work(work: Work, drafting: Drafting) -> None:
@@ -104,7 +124,7 @@ def draft_work(work: Work, drafting: Drafting) -> None:
 
 def run_lanes(work: Work, wavefront: Wavefront) -> list[Verdict]:
     """Run the passes of the sequences in lanes and return their verdicts, in their order."""
-    verdicts, drafted, cost = wavefront.run(work.in_lanes, work.assignments)
+    verdicts, drafted, cost = wavefront.run(work.in_lanes, work.assignments, passes=work.lane_passes)
     work.drafted.update(drafted)
     if cost is not None:
         work.costs.append(cost)

@@ -17,6 +17,7 @@ def outcome(
     censored: bool = False,
     finished: bool = False,
     drafter: str = "w4",
+    judged_singly: bool = False,
 ) -> SequenceOutcome:
     return SequenceOutcome(
         key=key,
@@ -27,6 +28,7 @@ def outcome(
         context_tokens=100,
         censored=censored,
         finished=finished,
+        judged_singly=judged_singly,
     )
 
 
@@ -45,6 +47,8 @@ def model(**settings: object) -> AcceptanceModel:
         (outcome(4, 2, committed=3, censored=True), 3, 2),  # the correction ended it: 3 was rejected
         (outcome(0, 0), 0, 0),
         (outcome(2, 2, committed=2, censored=True), 2, 2),
+        (outcome(9, 5, committed=9, judged_singly=True), 9, 5),  # four were wrong, each followed by others
+        (outcome(9, 5, committed=7, censored=True, judged_singly=True), 7, 5),
     ],
 )
 def test_only_positions_whose_fate_was_seen_count(one: SequenceOutcome, tried: int, kept: int) -> None:
@@ -75,6 +79,16 @@ def test_positions_are_recovered_from_rounds_of_mixed_gamma_and_cuts() -> None:
         )
     # At least 2000 tries per position: five standard errors are under 0.056, odds of a false alarm 6e-7.
     assert m.hazard("w4") == pytest.approx(hazards, abs=0.056)
+
+
+def test_draft_tokens_judged_singly_all_count_for_the_first_position() -> None:
+    m, rng = model(), np.random.default_rng(0)
+    for _ in range(4000):
+        kept = int((rng.random(13) < 0.6).sum())
+        m.observe([outcome(13, kept, committed=13, judged_singly=True)])
+    assert m.mean("w4") == pytest.approx(0.6, abs=0.01)
+    assert m.hazard("w4")[0] == pytest.approx(0.6, abs=0.01)
+    assert m.expected_accepted("w4", 1) == pytest.approx(0.6, abs=0.01)
 
 
 def test_survival_is_the_product_over_positions_and_expectation_its_sum() -> None:

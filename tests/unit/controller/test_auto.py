@@ -288,6 +288,20 @@ def test_a_repeated_plan_never_exceeds_what_a_match_still_offers() -> None:
         controller.observe(machine.run(load, plan))
 
 
+@pytest.mark.parametrize(("batch", "others"), [(1, 1), (4, 2), (8, 8)])
+def test_a_batch_of_other_sequences_is_planned_for_at_once(batch: int, others: int) -> None:
+    machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.9), stall_chance=0.0)
+    controller = auto(machine)
+    for r in range(200):
+        load = load_of(batch, round_index=r)
+        controller.observe(machine.run(load, controller.decide(load, now_s=0.01 * r)))
+    for r in range(200, 260):
+        load = load_of(batch, round_index=r, first_key=others * (r - 199))
+        plan = controller.decide(load, now_s=0.01 * r)
+        controller.observe(machine.run(load, plan))
+        assert plan.reason.startswith(("check", "probe")) or len(plan.assignments) == batch
+
+
 def test_nothing_is_drafted_for_a_last_token() -> None:
     machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.99))
     plan = auto(machine).decide(load_of(3, remaining_tokens=1), now_s=0.0)

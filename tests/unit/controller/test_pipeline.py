@@ -98,7 +98,7 @@ def test_tokens_and_lanes_are_those_of_lanes_played_through(depth: int, loops: i
     shape = replace(SHAPES["wavefront"], lane_depth=depth, lane_loops=loops)
     pipeline = pipelines_of({"wavefront": shape})["wavefront"]
     passes, lanes = simulated(pipeline, alpha, tokens=4000)
-    assert pipeline.tokens_per_round(alpha) == pytest.approx(loops / passes, rel=0.03)
+    assert pipeline.passes_per_token(alpha) == pytest.approx(passes, rel=0.03)
     assert pipeline.mean_lanes(alpha) == pytest.approx(lanes, rel=0.03)
 
 
@@ -110,6 +110,42 @@ def test_where_bytes_bound_the_gain_is_the_published_law(alpha: float) -> None:
     plain_per_s = 1.0 / cost.plain_s(1, sequences=1, read_tokens=batch.read_tokens)
     law = LOOPS / (alpha + (1.0 - alpha) * LOOPS)
     assert found.worth_per_s / plain_per_s == pytest.approx(law, rel=0.05)
+
+
+LONG = {**SHAPES, "wavefront": replace(SHAPES["wavefront"], lane_passes=32)}
+"""Of an engine whose rounds run more passes where nothing else is in them."""
+
+
+def test_a_round_has_more_passes_where_it_is_the_pipelines_own_and_shares_them_out() -> None:
+    shape = LONG["wavefront"]
+    assert [shape.passes_of(n, alone=True) for n in (1, 2, 5, 8, 9, 64)] == [32, 16, 6, 4, 4, 4]
+    assert [shape.passes_of(n, alone=False) for n in (1, 9)] == [4, 4]
+    assert SHAPES["wavefront"].passes_of(1, alone=True) == LOOPS
+
+
+def test_longer_rounds_bring_their_tokens_and_spare_what_a_round_costs_beside_them() -> None:
+    fit = calibration(flops_per_s=1e14)
+    fit = replace(fit, other=replace(fit.other, base_s=0.01))
+    config, found = ControllerConfig(), {}
+    for name, shapes in (("short", SHAPES), ("long", LONG)):
+        cost, pipeline = CostModel(shapes, fit, config), pipelines_of(shapes)["wavefront"]
+        batch = batch_of(load_of(1).sequences, prefill_tokens=0, tail_weight=0.0, tail=True)
+        found[name] = allocate_lanes(batch, candidates_of(1, 0.8), cost, pipeline)
+    short, long = found["short"], found["long"]
+    assert long.tokens == pytest.approx(8 * short.tokens)
+    assert long.seconds - 0.01 == pytest.approx(8 * (short.seconds - 0.01))
+    assert long.worth_per_s > 1.3 * short.worth_per_s
+
+
+def test_a_round_that_ends_with_its_sequence_is_priced_to_its_end_alone() -> None:
+    cost, pipeline = CostModel(LONG, calibration(flops_per_s=1e14), ControllerConfig()), pipelines_of(LONG)
+    near = [replace(s, remaining_tokens=5) for s in load_of(1).sequences]
+    found = {}
+    for name, sequences in (("near", near), ("far", load_of(1).sequences)):
+        batch = batch_of(sequences, prefill_tokens=0, tail_weight=0.0, tail=True)
+        found[name] = allocate_lanes(batch, candidates_of(1, 0.8), cost, pipeline["wavefront"])
+    assert found["near"].tokens == pytest.approx(5.0)
+    assert found["near"].worth_per_s == pytest.approx(found["far"].worth_per_s, rel=0.05)
 
 
 def test_where_arithmetic_bounds_lanes_cost_more_than_they_bring() -> None:
@@ -125,50 +161,57 @@ def test_a_plan_and_its_round_are_priced_alike_and_plain_sequences_apart() -> No
     lanes = Assignment(drafter="wavefront", gamma=8)
     all_in = cost.predict_round(load, {s.key: lanes for s in load.sequences}, lanes={"wavefront": 3.0})
     assert all_in.verify_s == 0.0
-    assert all_in.draft_s == cost.lanes_s("wavefront", lanes=3.0, sequences=4, read_tokens=1200.0)
+    assert all_in.draft_s == cost.lanes_s("wavefront", lanes=3.0, sequences=4, read_tokens=1200.0, passes=4)
     half = cost.predict_round(load, {0: lanes, 1: lanes}, lanes={"wavefront": 3.0})
     two = load_of(2, first_key=2)
     assert half.verify_s == pytest.approx(cost.predict_round(two, {}).verify_s)
-    assert half.draft_s == cost.lanes_s("wavefront", lanes=3.0, sequences=2, read_tokens=600.0)
+    assert half.draft_s == cost.lanes_s("wavefront", lanes=3.0, sequences=2, read_tokens=600.0, passes=4)
 
 
 class LoopedMachine:
     """Rounds of a looped policy on a machine that costs what its calibration says, times ``slow``."""
 
-    def __init__(self, *, alpha: float, flops_per_s: float, slow: float = 1.0) -> None:
-        self.alpha, self.slow = alpha, slow
-        self.cost = CostModel(SHAPES, calibration(flops_per_s=flops_per_s), ControllerConfig())
+    def __init__(
+        self, *, alpha: float, flops_per_s: float, slow: float = 1.0, shapes: dict[str, PartShape] = SHAPES
+    ) -> None:
+        self.alpha, self.slow, self.shapes = alpha, slow, shapes
+        self.cost = CostModel(shapes, calibration(flops_per_s=flops_per_s), ControllerConfig())
         self.rng = random.Random(5)
 
     def run(self, load: RoundLoad, plan: RoundPlan) -> RoundFacts:
         lanes = {"wavefront": PIPELINE.mean_lanes(self.alpha)}
         predicted = self.cost.predict_round(load, plan.assignments, lanes=lanes)
-        outcomes, in_lanes = [], 0
+        outcomes = []
+        in_lanes = sum(plan.of(s.key).drafter != AR for s in load.sequences)
+        alone = in_lanes == len(load.sequences)
+        passes = self.shapes["wavefront"].passes_of(max(1, in_lanes), alone=alone)
         for s in load.sequences:
             drafter = plan.of(s.key).drafter
-            accepted = gamma = 0
-            if drafter != AR:
-                in_lanes += 1
-                # As many proposals as a round has time for, the first after a wrong one never among them.
-                while gamma < LOOPS and accepted == gamma:
-                    gamma += 1
-                    accepted += self.rng.random() < self.alpha
+            accepted = gamma = committed = left = 0
+            while drafter != AR and left < passes:
+                # A right proposal is done a pass later; a wrong one takes the next token all loops.
+                gamma += 1
+                right = self.rng.random() < self.alpha
+                accepted += right
+                left += 1 if right else LOOPS
+                committed += 1
             outcomes.append(
                 SequenceOutcome(
                     key=s.key,
                     drafter=drafter,
                     gamma=gamma,
                     accepted=accepted,
-                    committed=max(1, gamma),
+                    committed=max(1, committed),
                     context_tokens=s.context_tokens,
                     censored=False,
                     finished=False,
+                    judged_singly=drafter != AR,
                 )
             )
-        rows = round(lanes["wavefront"] * in_lanes) * LOOPS
+        rows = round(lanes["wavefront"] * in_lanes) * passes
         draft = DraftCost(
             drafter="wavefront",
-            passes=LOOPS,
+            passes=passes,
             rows=rows,
             context_tokens=300 * rows,
             seconds=predicted.draft_s * self.slow,
@@ -192,7 +235,7 @@ class LoopedMachine:
 
 def decided(machine: LoopedMachine, batch: int, *, rounds: int, flops_per_s: float) -> list[RoundPlan]:
     controller = build_controller(
-        ControllerConfig(), traits_of(SHAPES), SHAPES, calibration(flops_per_s=flops_per_s)
+        ControllerConfig(), traits_of(machine.shapes), machine.shapes, calibration(flops_per_s=flops_per_s)
     )
     assert isinstance(controller, AutoController)
     plans, now_s = [], 0.0
@@ -207,9 +250,12 @@ def decided(machine: LoopedMachine, batch: int, *, rounds: int, flops_per_s: flo
     return plans
 
 
+@pytest.mark.parametrize("shapes", [SHAPES, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("slow", [1.0, 2.0])
-def test_auto_pipelines_where_bytes_bound_and_proposals_are_right(slow: float) -> None:
-    machine = LoopedMachine(alpha=0.85, flops_per_s=1e12, slow=slow)
+def test_auto_pipelines_where_bytes_bound_and_proposals_are_right(
+    slow: float, shapes: dict[str, PartShape]
+) -> None:
+    machine = LoopedMachine(alpha=0.85, flops_per_s=1e12, slow=slow, shapes=shapes)
     plans = decided(machine, 1, rounds=200, flops_per_s=1e12)[100:]
     assert np.mean([bool(p.assignments) for p in plans]) > 0.9
     assert {a.drafter for p in plans for a in p.assignments.values()} == {"wavefront"}

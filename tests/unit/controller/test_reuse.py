@@ -185,7 +185,7 @@ def test_lanes_stand_beside_a_reused_forward_and_neither_takes_the_blame_for_the
     reusing, lanes = (shallow(2), 3), ("wavefront", 8)
     plan, load = plan_of(reusing, reusing, lanes, lanes), load_of(4, context_tokens=300)
     apart = true.predict_round(load_of(2, context_tokens=300), plan_of(reusing, reusing).assignments)
-    lanes_s = true.lanes_s("wavefront", lanes=4.0, sequences=2, read_tokens=600.0)
+    lanes_s = true.lanes_s("wavefront", lanes=4.0, sequences=2, read_tokens=600.0, passes=LOOPS)
     together = true.predict_round(load, plan.assignments)
     assert together.verify_s == pytest.approx(apart.verify_s)
     assert together.draft_s == pytest.approx(apart.draft_s + lanes_s)

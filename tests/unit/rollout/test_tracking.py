@@ -160,6 +160,14 @@ def test_a_block_cut_by_a_stop_says_nothing_about_the_positions_it_cut_off() -> 
     assert counts.by_position() == {0: 1.0, 1: 1.0, 2: 0.0, 3: 0.0}
 
 
+def test_draft_tokens_judged_singly_have_one_position_and_wrong_ones_end_blocks() -> None:
+    counts = AcceptanceCounts()
+    counts.add(replace(outcome(1, gamma=9, accepted=6), judged_singly=True))
+    counts.add(replace(outcome(2, gamma=2, accepted=2), judged_singly=True))
+    assert counts.by_position() == {0: 8 / 11}
+    assert (counts.drafts, counts.drafted, counts.accepted) == (4, 11, 8)
+
+
 def test_a_step_without_speculation_sends_zeros_and_no_made_up_positions() -> None:
     pool = RolloutPool()
     pool.add_round(facts(outcome(1, gamma=0, accepted=0)))

@@ -145,6 +145,7 @@ def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
         "taildraft_forward": (c_int, [c_void_p, POINTER(CallStruct)]),
         "taildraft_forward_from": (c_int, [c_void_p, POINTER(CallStruct), c_void_p, c_void_p, c_void_p]),
         "taildraft_chain": (c_int, [c_void_p, POINTER(ChainStruct)]),
+        "taildraft_lanes": (c_int, [c_void_p, c_void_p]),
         "taildraft_pack": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int]),
         "taildraft_advise": (None, [c_void_p, c_size_t]),
     }

@@ -90,6 +90,7 @@ class Decoder {
 
   // Of a hidden state, in floats.
   int width() const { return model_.hidden; }
+  int vocab() const { return model_.vocab; }
 
  private:
   void lap(const Member& me, phases::Phase phase) {

@@ -3,6 +3,7 @@
 
 #include "chain.h"
 #include "decoder.h"
+#include "lanes.h"
 #include "standing.h"
 
 #define TAILDRAFT_API extern "C" __attribute__((visibility("default")))
@@ -63,6 +64,14 @@ TAILDRAFT_API int taildraft_forward_from(void* decoder, const forward::Call* cal
 TAILDRAFT_API int taildraft_chain(void* decoder, chain::Call* call) {
   try {
     return chain::run(*static_cast<forward::Decoder*>(decoder), *call);
+  } catch (const std::bad_alloc&) {
+    return forward::kNoMemory;
+  }
+}
+
+TAILDRAFT_API int taildraft_lanes(void* decoder, lanes::Call* call) {
+  try {
+    return lanes::run(*static_cast<forward::Decoder*>(decoder), *call);
   } catch (const std::bad_alloc&) {
     return forward::kNoMemory;
   }
