@@ -1,8 +1,9 @@
 // The attention of a whole call, cut into pieces that members take as they come free.
 //
-// An item is one row and one KV head. Most are one piece. Where a call has few items, long ones are cut between
-// chunks; what the chunks of a cut item make is then kept, and whoever ends its last piece folds them in order. So
-// a cut changes who computes, and nothing that is computed.
+// An item is a row. Its units are (chunk, KV head), heads of one chunk together: so a row's keys and values are
+// walked in the order they stand in memory. Most items are one piece. Where a call has few rows, long ones are cut
+// between units; what the units of a cut item make is then kept, and whoever ends its last piece folds them, each
+// head's in order of chunks. So a cut changes who computes, and nothing that is computed.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -43,23 +44,20 @@ struct HeadShape {
 
 class AttentionWork {
  public:
-  // Takes the rows of a call, by `keys_of(row)`. Rows that follow one another on one page table are computed head
-  // by head: they read the same keys. Raises std::bad_alloc.
+  // Takes the rows of a call, by `keys_of(row)`. Raises std::bad_alloc.
   template <class KeysOf>
   void plan(const HeadShape& shape, int rows, int members, KeysOf keys_of) {
     shape_ = shape;
-    own_.reserve(2 * floats() * members);
-    rows_.clear();
+    own_.reserve(floats() * (shape.kv_heads + 1) * members);
     items_.clear();
     pieces_.clear();
-    for (int m = 0; m < rows; ++m) rows_.push_back(keys_of(m));
-    int64_t chunks = 0;
-    for (int begin = 0, end = 0; begin < rows; begin = end) {
-      while (end < rows && rows_[end].table == rows_[begin].table) ++end;
-      for (int head = 0; head < shape.kv_heads; ++head)
-        for (int m = begin; m < end; ++m) chunks += add_item(m, head);
+    int64_t units = 0;
+    for (int m = 0; m < rows; ++m) {
+      const RowKeys keys = keys_of(m);
+      items_.push_back({keys, keys.first / kChunkKeys, keys.last / kChunkKeys, -1, 0, 1});
+      units += items_.back().chunks() * shape.kv_heads;
     }
-    cut(members == 1 ? chunks : std::max<int64_t>(1, chunks / (members * kPiecesPerMember)));
+    cut(members == 1 ? units : std::max<int64_t>(1, units / (members * kPiecesPerMember)));
     dealt_ = std::max(1, static_cast<int>(pieces_.size()) / (members * kDealsPerMember));
   }
 
@@ -71,64 +69,61 @@ class AttentionWork {
       for (int p = mine.begin; p < mine.end; ++p) {
         const Piece& piece = pieces_[p];
         const Item& item = items_[piece.item];
-        const size_t at = static_cast<size_t>(item.head) * shape_.group * shape_.head_dim;
-        const float* query = query_of(item.row) + at;
-        const Partial all = item.slot < 0 ? own(me, 0) : slot(item.slot);
-        for (int chunk = piece.begin; chunk < piece.end; ++chunk) {
-          const ChunkKeys keys = keys_of(piece.item, chunk, kv, plane_of);
+        for (int unit = piece.begin; unit < piece.end; ++unit) {
+          const int head = unit % shape_.kv_heads;
+          const ChunkKeys keys = keys_of(piece.item, unit, kv, plane_of);
+          const float* query = query_of(piece.item) + static_cast<size_t>(head) * width();
           if (item.slot >= 0) {
-            attend_chunk(query, shape_.group, keys, slot(item.slot + chunk - item.first_chunk));
-          } else if (chunk == item.first_chunk) {
-            attend_chunk(query, shape_.group, keys, all);
+            attend_chunk(query, shape_.group, keys, slot(item.slot + unit));
+          } else if (unit < shape_.kv_heads) {
+            attend_chunk(query, shape_.group, keys, own(me, head));
           } else {
-            attend_chunk(query, shape_.group, keys, own(me, 1));
-            fold(all, own(me, 1), shape_.group, shape_.head_dim);
+            attend_chunk(query, shape_.group, keys, own(me, shape_.kv_heads));
+            fold(own(me, head), own(me, shape_.kv_heads), shape_.group, shape_.head_dim);
           }
         }
-        if (item.slot >= 0) {
-          if (!ends(item)) continue;
-          for (int i = 1; i < item.chunks(); ++i) fold(all, slot(item.slot + i), shape_.group, shape_.head_dim);
+        if (item.slot < 0) {
+          finish_heads(out_of(piece.item), [&](int head) { return own(me, head); });
+        } else if (ends(item)) {
+          for (int unit = shape_.kv_heads; unit < item.chunks() * shape_.kv_heads; ++unit)
+            fold(slot(item.slot + unit % shape_.kv_heads), slot(item.slot + unit), shape_.group, shape_.head_dim);
+          finish_heads(out_of(piece.item), [&](int head) { return slot(item.slot + head); });
         }
-        finish(all, shape_.group, shape_.head_dim, out_of(item.row) + at);
       }
     });
   }
 
  private:
   struct Item {
-    int row, head;
+    RowKeys keys;
     int first_chunk, last_chunk;
-    int slot;            // of its first chunk; -1: one piece, which needs none
+    int slot;             // of its first unit; -1: one piece, which needs none
     int cut, cut_pieces;  // number among the cut items, and into how many pieces
 
     int chunks() const { return last_chunk - first_chunk + 1; }
   };
 
   struct Piece {
-    int item, begin, end;  // chunks
+    int item, begin, end;  // units
   };
 
-  int add_item(int row, int head) {
-    const RowKeys& keys = rows_[row];
-    items_.push_back({row, head, keys.first / kChunkKeys, keys.last / kChunkKeys, -1, 0, 1});
-    return items_.back().chunks();
-  }
-
-  // Makes pieces of at most `most` chunks.
+  // Makes pieces of at most `most` units; what is cut at all is cut evenly.
   void cut(int64_t most) {
     int slots = 0, cuts = 0;
     for (size_t i = 0; i < items_.size(); ++i) {
       Item& item = items_[i];
-      const int chunks = item.chunks(), pieces = static_cast<int>((chunks + most - 1) / most);
+      const int units = item.chunks() * shape_.kv_heads;
+      // Few rows are worth cutting up to single units; a row that is a piece or a half stays whole.
+      const int pieces = units < 2 * most ? 1 : static_cast<int>((units + most - 1) / most);
       if (pieces > 1) {
         item.slot = slots;
         item.cut = cuts++;
         item.cut_pieces = pieces;
-        slots += chunks;
+        slots += units;
       }
       for (int p = 0; p < pieces; ++p)
-        pieces_.push_back({static_cast<int>(i), item.first_chunk + chunks * p / pieces,
-                           item.first_chunk + chunks * (p + 1) / pieces});
+        pieces_.push_back({static_cast<int>(i), static_cast<int>(static_cast<int64_t>(units) * p / pieces),
+                           static_cast<int>(static_cast<int64_t>(units) * (p + 1) / pieces)});
     }
     slots_.reserve(floats() * slots);
     if (cuts > cuts_) {
@@ -138,10 +133,19 @@ class AttentionWork {
     for (int i = 0; i < cuts; ++i) ended_[i].store(0, std::memory_order_relaxed);
   }
 
+  int width() const { return shape_.group * shape_.head_dim; }
   size_t floats() const { return Partial::floats(shape_.group, shape_.head_dim); }
   Partial slot(int i) const { return Partial::at(slots_.get() + i * floats(), shape_.group, shape_.head_dim); }
+  // A member's own: one for each KV head, and one more.
   Partial own(const Member& me, int i) const {
-    return Partial::at(own_.get() + (2 * me.index + i) * floats(), shape_.group, shape_.head_dim);
+    const size_t at = static_cast<size_t>(me.index) * (shape_.kv_heads + 1) + i;
+    return Partial::at(own_.get() + at * floats(), shape_.group, shape_.head_dim);
+  }
+
+  template <class PartialOf>
+  void finish_heads(float* out, PartialOf partial_of) const {
+    for (int head = 0; head < shape_.kv_heads; ++head)
+      finish(partial_of(head), shape_.group, shape_.head_dim, out + static_cast<size_t>(head) * width());
   }
 
   // Whether all other pieces of a cut item have ended; what they made is visible then. Ready for the next layer.
@@ -152,31 +156,41 @@ class AttentionWork {
     return true;
   }
 
+  struct PageRange {
+    int begin, end;
+  };
+  static PageRange pages_of(const Item& item, int chunk) {
+    return {std::max(item.keys.first_page(), chunk * kChunkPages),
+            std::min(item.keys.last_page() + 1, (chunk + 1) * kChunkPages)};
+  }
+
   template <class PlaneOf>
-  ChunkKeys keys_of(int number, int chunk, const KvPages& kv, PlaneOf plane_of) const {
+  ChunkKeys keys_of(int number, int unit, const KvPages& kv, PlaneOf plane_of) const {
     const Item& item = items_[number];
-    const Item& next = items_[std::min<size_t>(number + 1, items_.size() - 1)];
-    const RowKeys &keys = rows_[item.row], &after = rows_[next.row];
-    const int plane = plane_of(item.row), plane_after = plane_of(next.row);
-    const int page = std::max(keys.first_page(), chunk * kChunkPages);
-    const int start = page * kPageTokens;
+    const int heads = shape_.kv_heads, head = unit % heads, chunk = item.first_chunk + unit / heads;
+    const PageRange range = pages_of(item, chunk);
+    const int plane = plane_of(number), start = range.begin * kPageTokens;
     ChunkKeys found;
     found.head_dim = shape_.head_dim;
-    found.pages = std::min(keys.last_page(), (chunk + 1) * kChunkPages - 1) - page + 1;
-    found.first = std::max(keys.first - start, 0);
-    found.last = std::min(keys.last - start, found.pages * kPageTokens - 1);
-    for (int i = 0; i < found.pages; ++i) {
-      found.page[i] = kv.keys(plane, keys.table[page + i], item.head);
-      const int ahead = page + i + kPagesAhead, past = ahead - keys.last_page() - 1;
-      found.ahead[i] = past < 0 ? kv.keys(plane, keys.table[ahead], item.head)
-                                : kv.keys(plane_after, after.table[std::min(after.first_page() + past, after.last_page())],
-                                          next.head);
-    }
+    found.pages = range.end - range.begin;
+    found.first = std::max(item.keys.first - start, 0);
+    found.last = std::min(item.keys.last - start, found.pages * kPageTokens - 1);
+    for (int i = 0; i < found.pages; ++i) found.page[i] = kv.keys(plane, item.keys.table[range.begin + i], head);
+    for (int i = 0; i + kPagesAhead < found.pages; ++i) found.ahead[i] = found.page[i + kPagesAhead];
+
+    // The last pages fetch for the unit that comes next.
+    const bool more = unit + 1 < item.chunks() * heads;
+    const int next_number = more || number + 1 == static_cast<int>(items_.size()) ? number : number + 1;
+    const Item& next = items_[next_number];
+    const int next_unit = more ? unit + 1 : 0, next_head = next_unit % heads;
+    const PageRange after = pages_of(next, next.first_chunk + next_unit / heads);
+    const int next_plane = plane_of(next_number), from = std::max(0, found.pages - kPagesAhead);
+    for (int i = from; i < found.pages; ++i)
+      found.ahead[i] = kv.keys(next_plane, next.keys.table[std::min(after.begin + i - from, after.end - 1)], next_head);
     return found;
   }
 
   HeadShape shape_ = {};
-  std::vector<RowKeys> rows_;
   std::vector<Item> items_;
   std::vector<Piece> pieces_;
   int dealt_ = 1;
