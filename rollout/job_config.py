@@ -69,6 +69,9 @@ class BenchConfig:
     out: str | None = None
     """Write the results here, as JSON; None: ``bench.json`` in the run's folder."""
 
+    html: str | None = None
+    """Where ``steps`` draws its tokens per second; None: beside the JSON, its name ending in ``.html``."""
+
     arms: tuple[str, ...] = ()
     """Empty: all of the workload. ``ar`` must be among them, everything is compared with it; others are
     ``hf``, the names of the drafters (always on, ``gamma`` tokens) and ``auto``; of ``peers`` they are
@@ -97,14 +100,15 @@ class BenchConfig:
     fixed_tokens: int = 128
     """New tokens of every row in ``fixed`` and ``peers``."""
 
-    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    """Of ``steps``: tokens of every sequence before its rounds are timed."""
+    contexts: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
+    """Of ``steps``: tokens of every sequence before its rounds are timed. They are made up, not computed."""
 
     step_gammas: tuple[int, ...] = (1, 3, 5, 7)
     """Of ``steps``: drafts per sequence, so that each has one more row to verify."""
 
-    max_batch_tokens: int = 8192
-    """``steps`` leaves out what has more context than this over the batch: its prompts take minutes."""
+    max_draft_tokens: int = 4096
+    """``steps`` drafts and verifies where the batch has no more context than this in all; plain rounds run
+    everywhere."""
 
     max_verify_rows: int = 256
     """``steps`` verifies no more rows than this at once: far beyond the ridge cost is one line."""
@@ -139,7 +143,7 @@ class BenchConfig:
             cap_tokens=1,
             fixed_tokens=1,
             gamma=1,
-            max_batch_tokens=1,
+            max_draft_tokens=1,
             max_verify_rows=1,
         )
         for name in ("laws", "grids", "pilot_gammas", "contexts", "step_gammas", "batches"):

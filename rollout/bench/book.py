@@ -92,7 +92,7 @@ class Book:
 def _conditions(
     job: JobConfig, engine_config: EngineConfig, grids: Sequence[Grid], hf: HfArm | None
 ) -> dict[str, Any]:
-    bench = replace(job.bench, out=None, peers_env=None)
+    bench = replace(job.bench, out=None, html=None, peers_env=None)
     plain = to_plain(replace(job, engine=engine_config, bench=bench))
     by_grid = {grid.grid: grid for grid in grids}
     change = offgrid_change(by_grid["on"].policy, by_grid["off"].policy) if len(by_grid) == 2 else None
@@ -137,10 +137,20 @@ def result_path(job: JobConfig) -> Path:
     if job.bench.out is None and job.output_dir is None:
         raise ConfigError("bench.out: no file given, and the job has no folder")
     out = Path(job.bench.out) if job.bench.out is not None else Path(str(job.output_dir)) / RESULT_FILE
+    return _writable(out, "bench.out")
+
+
+def page_path(job: JobConfig, out: Path) -> Path:
+    """Return where the drawing of the result at ``out`` goes. Raises ``ConfigError`` as ``result_path``."""
+    page = out.with_suffix(".html") if job.bench.html is None else Path(job.bench.html)
+    return _writable(page, "bench.html")
+
+
+def _writable(path: Path, setting: str) -> Path:
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"bench.out: cannot make {out.parent}: {error}") from error
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"bench.out: cannot write {out}")
-    return out
+        raise ConfigError(f"{setting}: cannot make {path.parent}: {error}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{setting}: cannot write {path}")
+    return path

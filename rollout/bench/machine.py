@@ -88,6 +88,16 @@ def machine() -> dict[str, Any]:
     }
 
 
+def free_memory_bytes() -> int:
+    """Return the memory that can be had without swapping; 0 where the system does not say."""
+    told = Path("/proc/meminfo")
+    if told.exists():
+        for line in told.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def versions() -> dict[str, str | None]:
     """Return the versions of everything that computes."""
     found: dict[str, str | None] = {"python": platform.python_version()}

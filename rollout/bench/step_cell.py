@@ -1,9 +1,9 @@
 """One batch at one context: its rounds, one kind after the other on the same live sequences.
 
-A visit submits the sequences, whose prompts' pages are kept from the first time on, and then runs real rounds
-in turn: a plain one, then one with every number of drafts. So all kinds meet the same machine within
-a second, and memory speed is read just before and after. Contexts grow by the tokens committed; what a round
-really had to read is in its facts, and bounds are computed from these.
+A visit submits sequences whose contexts are made up, not computed, and kept from the first time on, and then
+runs real rounds in turn: a plain one, then one with every number of drafts. So all kinds meet the same
+machine within a second, and memory speed is read just before and after. Contexts grow by the tokens
+committed; what a round really had to read is in its facts, and bounds are computed from these.
 """
 
 import statistics
@@ -26,6 +26,10 @@ VISIT_S = 0.8
 
 LEAST_TURNS, MOST_TURNS = 3, 5
 """Turns of a visit. The first warms up and does not count."""
+
+ROUND_OVER_BOUND, DRAFT_OVER_PLAIN, MEASURES_S = 1.6, 0.5, 0.4
+"""For telling ahead how long it will take: a round over its bound, a draft over a plain round, and the
+seconds of a visit's readings of memory speed and of choosing."""
 
 SPARE_TOKENS = 48
 """What a sequence may commit before the last of its batch has computed the rest of its prompt."""
@@ -144,16 +148,27 @@ class StepCell:
         """Whether every claim is known well enough, and every cost was seen often enough."""
         return len(self.visits) >= self.min_visits and all(ratio.settled for ratio in self.ratios)
 
+    @property
+    def least_visit_s(self) -> float:
+        """About what a visit will take: its rounds at what they are bound to cost, and some more."""
+        peaks = Peaks(read_bytes_per_s=self.memory.measure(), flops_per_s=self.rate_of(POLICY))
+        shape, seconds = self.engine.part_shapes()[POLICY], MEASURES_S
+        for gamma in (0, *self.gammas):
+            rows = self.batch * (gamma + 1)
+            bound = bounds(
+                shape,
+                peaks,
+                rows=rows,
+                read_tokens=self.batch * self.context_tokens,
+                context_tokens=rows * self.context_tokens,
+            )
+            seconds += LEAST_TURNS * ROUND_OVER_BOUND * (1 + gamma * DRAFT_OVER_PLAIN) * bound.seconds
+        return seconds
+
     def prepare(self, note: Note) -> None:
-        """Compute the prompts once; their pages stay."""
-        note(f"{self.prefix}: prompts")
-        run = f"{self.prefix}prompts"
-        self._submit(run)
-        try:
-            while (load := self._load()).prefill_tokens or load.waiting:
-                self.engine.run_round(_plan(load, AR_ASSIGNMENT))
-        finally:
-            self._abort(run)
+        """Make up the contexts once; their pages stay."""
+        note(f"{self.prefix}: contexts")
+        self.engine.make_up_prompts(self.work.prompts)
 
     def repeat(self, note: Note) -> None:
         """Make one visit."""
@@ -161,6 +176,7 @@ class StepCell:
         note(f"{self.prefix}: visit {number}")
         run = f"{self.prefix}{number}"
         before = self.memory.measure()
+        self.engine.make_up_prompts(self.work.prompts)  # those that other cells have driven out
         self._submit(run)
         try:
             self._until_decoding()

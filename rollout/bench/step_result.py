@@ -18,6 +18,7 @@ def steps_result(
     """Return everything as plain data. ``ending`` is why no more visits were made; None: it still runs."""
     seen = [cell for cell in cells if cell.visits]
     ratios = [ratio for cell in cells for ratio in cell.ratios]
+    speeds = [speed_point(cell) for cell in seen]
     return {
         "schema": SCHEMA,
         "workload": "steps",
@@ -44,7 +45,8 @@ def steps_result(
         ],
         "arms": _arms(seen),
         "steps": [_step(cell, kind) for cell in seen for kind in sorted(cell.visits[0].timings)],
-        "cliffs": [asdict(cliff) for cliff in find_cliffs([speed_point(cell) for cell in seen])],
+        "speeds": [asdict(speed) for speed in speeds],
+        "cliffs": [asdict(cliff) for cliff in find_cliffs(speeds)],
         "too_few_visits": {
             cell.prefix: len(cell.visits) for cell in cells if len(cell.visits) < cell.min_visits
         },
@@ -53,7 +55,8 @@ def steps_result(
             **conditions,
             "ratios_mean": "time of the first over time of the second, of the same visit: below 1 is cheaper",
             "rounds": "real engine rounds; deciding is not in them; drafts are single passes of the drafter",
-            "between_runs": "prompts' pages are kept from the first visit on, nothing else",
+            "between_runs": "contexts' pages are kept from the first visit on, nothing else",
+            "contexts": "made up: memory of their own whose keys and values mean nothing",
             "interleaving": "every kind of round in turn on the same live sequences, within each visit",
         },
     }
@@ -165,7 +168,7 @@ def steps_table(data: Mapping[str, Any]) -> str:
         median = "-" if ratio["median"] is None else f"{ratio['median']:.3f}"
         said = f"<= {goals[name]['at_most']:g}: {goals[name]['verdict']}"
         lines.append(f"{name:<40}{median:>8}{interval:>17}{ratio['pairs']:>8}  {said}")
-    lines += ["", *(_cliff_line(cliff) for cliff in data["cliffs"])]
+    lines += ["", *(cliff_line(cliff) for cliff in data["cliffs"])]
     short = data["too_few_visits"]
     if short:
         lines.append(f"visited too seldom, cliffs among them unknown: {', '.join(short)}")
@@ -177,7 +180,8 @@ def steps_table(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cliff_line(cliff: Mapping[str, Any]) -> str:
+def cliff_line(cliff: Mapping[str, Any]) -> str:
+    """Return one cliff of a result for people."""
     batch, context = (" to ".join(map(str, dict.fromkeys(cliff[key]))) for key in ("batch", "context_tokens"))
     drop, explained = (f"{100 * cliff[key]:.0f}%" for key in ("drop", "explained_drop"))
     return (

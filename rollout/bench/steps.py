@@ -12,10 +12,11 @@ from rollout.bench.choosing import REAL_ROWS, ChoosingClock, logits_of
 from rollout.bench.cost_ratio import CostClaim, CostRatio
 from rollout.bench.fixed import W4
 from rollout.bench.grids import Grid, resolved_engine
-from rollout.bench.machine import MemorySpeed
+from rollout.bench.machine import MemorySpeed, free_memory_bytes
 from rollout.bench.prompts import long_prompts, prompt_ids
 from rollout.bench.step_cell import DRAFT, PLAIN, Kind, StepCell, Visit, visit_tokens
 from rollout.config import EngineConfig
+from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
 
@@ -48,22 +49,33 @@ class Measured:
     value: Callable[[Visit], float]
 
 
+MEMORY_SHARE = 0.6
+"""Of the memory that is free: what keys and values may take."""
+
+
 def steps_engine(job: JobConfig) -> EngineConfig:
-    """Return the engine's settings: large enough for every cell, prompts' pages kept between visits."""
+    """Return the engine's settings: as large as the cells want, or the memory that is free allows.
+
+    Prompts' pages are kept between visits.
+    """
     bench = job.bench
     batch = max(bench.batches_run)
     roomy = replace(job.engine, max_batch=max(job.engine.max_batch, batch))
     return replace(
         resolved_engine(replace(job, engine=roomy), rows=batch),
         max_context_tokens=max(bench.contexts) + visit_tokens(bench.step_gammas),
+        kv_bytes=max(job.engine.kv_bytes, int(MEMORY_SHARE * free_memory_bytes())),
         prefix_cache=True,
     )
 
 
-def plan_cells(bench: BenchConfig, *, context_limit: int) -> tuple[list[tuple[int, int]], list[LeftOut]]:
+def plan_cells(
+    bench: BenchConfig, *, context_limit: int, kv_tokens: int
+) -> tuple[list[tuple[int, int]], list[LeftOut]]:
     """Return (batch, context) of every cell, short contexts first, and what is left out. Pure.
 
-    Raises ``ConfigError`` when nothing is left.
+    ``context_limit`` is what the policy and engine allow a sequence, ``kv_tokens`` what the engine's memory
+    holds. Raises ``ConfigError`` when nothing is left.
     """
     room = visit_tokens(bench.step_gammas)
     cells, left_out = [], []
@@ -72,8 +84,9 @@ def plan_cells(bench: BenchConfig, *, context_limit: int) -> tuple[list[tuple[in
             reason = ""
             if context + room > context_limit:
                 reason = f"{context} tokens and the {room} of a visit exceed the context of {context_limit}"
-            elif batch * context > bench.max_batch_tokens:
-                reason = f"{batch * context} tokens over the batch exceed {bench.max_batch_tokens}"
+            elif batch * (context + room) > kv_tokens:
+                tokens = batch * (context + room)
+                reason = f"{tokens} tokens over the batch exceed the {kv_tokens} that fit in memory"
             if reason:
                 left_out.append(LeftOut(batch=batch, context_tokens=context, reason=reason))
             else:
@@ -128,7 +141,8 @@ def steps_cells(
     bench, engine = job.bench, grid.arms.engine
     drafter = W4 if W4 in arms else None
     engine.use_drafters([] if drafter is None else [drafter])
-    spots, left_out = plan_cells(bench, context_limit=engine.traits.max_context_tokens)
+    kv_tokens = int(engine.gauges()["engine/kv_pages_total"]) * PAGE_TOKENS
+    spots, left_out = plan_cells(bench, context_limit=engine.traits.max_context_tokens, kv_tokens=kv_tokens)
     rows = max(bench.max_verify_rows, *(batch for batch, _ in spots))
     logits_RV = logits_of(engine, prompt_ids(grid.policy.tokenizer, REAL_ROWS), rows=rows)
     clock = ChoosingClock(engine.chooser, logits_RV, temperature=bench.temperature)
@@ -136,7 +150,7 @@ def steps_cells(
     room = visit_tokens(bench.step_gammas)
     cells, seen = [], set()
     for batch, context in spots:
-        gammas = _gammas(bench, batch) if drafter is not None else ()
+        gammas = gammas_of(bench, batch, context) if drafter is not None else ()
         claims = claims_of(batch, gammas) if batch not in seen else []
         seen.add(batch)
         cells.append(
@@ -145,7 +159,8 @@ def steps_cells(
                 context_tokens=context,
                 engine=engine,
                 work=Work(
-                    prompts=tuple(long_prompts(tokenizer, batch, context, vocab_size=vocab)),
+                    # One more than whole pages, all of them known: a sequence starts with a single row.
+                    prompts=tuple(long_prompts(tokenizer, batch, context + 1, vocab_size=vocab)),
                     max_tokens=(room,) * batch,
                     ignore_eos=True,
                     temperature=bench.temperature,
@@ -167,8 +182,22 @@ def steps_cells(
     return cells, left_out
 
 
-def _gammas(bench: BenchConfig, batch: int) -> tuple[int, ...]:
+def gammas_of(bench: BenchConfig, batch: int, context: int) -> tuple[int, ...]:
+    """Return the drafts per sequence that a cell verifies; none where its context is too long. Pure."""
+    if batch * context > bench.max_draft_tokens:
+        return ()
     return tuple(g for g in sorted(bench.step_gammas) if batch * (g + 1) <= bench.max_verify_rows)
+
+
+def told_ahead(cells: Sequence[StepCell], left_out: Sequence[LeftOut], bench: BenchConfig) -> str:
+    """Return what will be measured and about how long the visits that every cell gets will take."""
+    seconds = sum(cell.min_visits * cell.least_visit_s for cell in cells)
+    most = f"at most {bench.max_minutes:g} min" if bench.max_minutes else "without a limit"
+    skipped = f", {len(left_out)} left out" if left_out else ""
+    return (
+        f"steps: {len(cells)} batches and contexts{skipped}; {bench.min_pairs} visits of each take about "
+        f"{max(1, round(seconds / 60))} min; claims that are open get more, {most} in all"
+    )
 
 
 def parts_timed(arms: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from rollout.bench.book import Book, result_path
+from rollout.bench.book import Book, page_path, result_path
 from rollout.bench.bound import Peaks
 from rollout.bench.cell import HF
 from rollout.bench.drain import drain_cells
@@ -24,8 +24,9 @@ from rollout.bench.hf_arm import HfArm
 from rollout.bench.peers import longest_row, open_peers, peers_cells, peers_lines, with_peers
 from rollout.bench.result import Json, result, table
 from rollout.bench.schedule import Ending, Repeated, measure
+from rollout.bench.step_page import write_page
 from rollout.bench.step_result import steps_result, steps_table
-from rollout.bench.steps import parts_timed, steps_cells, steps_engine
+from rollout.bench.steps import parts_timed, steps_cells, steps_engine, told_ahead
 from rollout.config import EngineConfig
 from rollout.job_config import JobConfig
 from rollout.progress import Progress, say
@@ -64,19 +65,24 @@ def _arms(job: JobConfig) -> int:
 
 
 def _steps(job: JobConfig) -> int:
-    """Run workload ``steps``."""
+    """Run workload ``steps``, and draw it."""
     engine_config = steps_engine(job)
     arms = chosen_arms(job)
     out = result_path(job)
+    html = page_path(job, out)
     grids = _open(job, engine_config, ("on",))
     book = Book(job, engine_config, grids, out, parts=parts_timed(arms))
     cells, left_out = steps_cells(job, grids[0], arms, memory=book.memory, rate_of=book.rate)
+    book.sample()
+    say(told_ahead(cells, left_out, job.bench))
 
     def tell(conditions: Json, peaks: Peaks, ending: Ending | None) -> Json:
         return steps_result(cells, left_out, conditions=conditions, ending=ending)
 
     data = _measured(job, cells, book, tell)
     _close(grids)
+    write_page(data, html)
+    say(f"drawn: {os.path.relpath(html)}")
     sys.stdout.write(steps_table(data))
     return 0
 

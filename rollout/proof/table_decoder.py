@@ -36,6 +36,9 @@ class TablePages:
         to, start = target * PAGE_TOKENS, source * PAGE_TOKENS
         self.ids[to : to + PAGE_TOKENS] = self.ids[start : start + PAGE_TOKENS]
 
+    def occupy(self, pages: Sequence[int]) -> None:
+        """Do nothing: a list is there from the beginning."""
+
 
 class TableDecoder:
     """Implements ``Decoder`` on a table. It has no weights, so drafters that quantise them refuse it."""

@@ -48,22 +48,29 @@ def build_all(run_dirs: Sequence[Path], out: Path) -> Path:
 
 def page(journals: Sequence[Journal]) -> str:
     """Return the page as HTML."""
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>taildraft report</title><style>{STYLE}</style></head><body><h1>taildraft report</h1>",
-    ]
+    parts = []
     if len(journals) > 1:
         parts.append(_comparison(journals))
     for journal in journals:
-        panels = "".join(_section(make(journal)) for make in PANELS)
+        panels = "".join(section(make(journal)) for make in PANELS)
         parts.append(
             f'<h2>{escape(journal.folder.name)}</h2>{_headline(journal)}<div class="panels">{panels}</div>'
         )
-    return "".join([*parts, "</body></html>\n"])
+    return document("taildraft report", "".join(parts))
 
 
-def _section(panel: Panel) -> str:
+def document(title: str, body: str) -> str:
+    """Return a whole page around ``body``, which is HTML."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"{body}</body></html>\n"
+    )
+
+
+def section(panel: Panel) -> str:
+    """Return a panel as HTML, with its title and note."""
     kind = ' class="empty"' if panel.empty else ""
     note = f'<p class="note">{escape(panel.note)}</p>'
     return f"<section{kind}><h3>{escape(panel.title)}</h3>{panel.body}{note}</section>"

@@ -9,6 +9,7 @@ Shapes: M rows, R head rows, V vocabulary, D hidden, P positions, H half a head.
 import copy
 import ctypes
 import math
+import mmap
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,9 @@ class CompiledKV:
     data: Tensor
     """bf16 (planes, pages, kv heads, keys and values, 16 * head_dim)."""
 
+    occupied: Tensor
+    """bool (pages,): whether ``occupy`` has been here."""
+
     @property
     def bytes_per_page(self) -> int:
         """Over all planes, keys and values."""
@@ -57,6 +61,16 @@ class CompiledKV:
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page on every plane."""
         self.data[:, target].copy_(self.data[:, source])
+
+    def occupy(self, pages: Sequence[int]) -> None:
+        """Write back one number of each page of the system that these pages lie on, the first time."""
+        wanted = torch.tensor(pages, dtype=torch.long)
+        fresh = wanted[~self.occupied[wanted]]
+        numbers = self.data.view(self.data.shape[0], self.pages, -1)
+        step = mmap.PAGESIZE // numbers.element_size()
+        numbers[:, fresh, ::step] = numbers[:, fresh, ::step]
+        numbers[:, fresh, -1] = numbers[:, fresh, -1]
+        self.occupied[fresh] = True
 
 
 class _Team:
@@ -129,7 +143,7 @@ class CompiledDecoder:
         spec = self.spec
         shape = (spec.planes, pages, spec.kv_heads, 2, PAGE_TOKENS * spec.head_dim)
         data = lazy_bytes(2 * math.prod(shape)).view(torch.bfloat16).view(shape)
-        return CompiledKV(pages=pages, data=data)
+        return CompiledKV(pages=pages, data=data, occupied=torch.zeros(pages, dtype=torch.bool))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take a state dict into the same buffers; decoders that share them see it too.

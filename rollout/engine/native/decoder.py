@@ -26,6 +26,14 @@ class KVStorage(Protocol):
         """Copy one page on every plane."""
         ...
 
+    def occupy(self, pages: Sequence[int]) -> None:
+        """Make pages take memory of their own, what they hold kept.
+
+        Until it is written, memory of the system is one page of zeros seen many times: always in the
+        caches, so that reading it says nothing of reading keys and values.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardResult:

@@ -41,7 +41,7 @@ from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.shapes import kv_bytes_per_token, part_shapes
 from rollout.engine.native.teacher import logits_after
-from rollout.engine.native.timing import time_forward
+from rollout.engine.native.timing import make_up_prompts, time_forward
 from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
 from rollout.engine.native.wavefront import Wavefront
 from rollout.engine.native.work import (
@@ -436,6 +436,16 @@ class NativeEngine:
             sequences=sequences or rows,
             loops=None if model is None else model.loops,
             run=self._wavefront.time_pass if lanes else None,
+        )
+
+    def make_up_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Let prompts start without being computed, for benchmarks of cost: their texts mean nothing.
+
+        Needs ``engine.prefix_cache``, and ends with ``close``. Raises ``CapacityError``.
+        """
+        scheduler = self._scheduler
+        make_up_prompts(
+            scheduler.prefix, self._state.storage, scheduler.pool, prompts, version=self.policy_version
         )
 
     @property

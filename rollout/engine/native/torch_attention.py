@@ -41,6 +41,13 @@ class TorchKV:
         for store in (self.keys, self.values):
             store[:, to : to + PAGE_TOKENS].copy_(store[:, at : at + PAGE_TOKENS])
 
+    def occupy(self, pages: Sequence[int]) -> None:
+        """Write back one number of every slot: slots are far smaller than the system's pages."""
+        first = torch.tensor(pages, dtype=torch.long, device=self.keys.device) * PAGE_TOKENS
+        slots = (first[:, None] + torch.arange(PAGE_TOKENS, device=first.device)).flatten()
+        for store in (self.keys, self.values):
+            store[:, slots, 0, 0] = store[:, slots, 0, 0]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceGroup:

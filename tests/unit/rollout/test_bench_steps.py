@@ -15,8 +15,9 @@ from rollout.bench.cliffs import SpeedPoint, find_cliffs
 from rollout.bench.cost_ratio import CostClaim, CostRatio
 from rollout.bench.prompts import PROMPTS, long_prompts
 from rollout.bench.step_cell import DRAFT, PLAIN, Kind, Timings, Visit, visit_tokens
+from rollout.bench.step_page import step_page
 from rollout.bench.step_result import steps_table
-from rollout.bench.steps import claims_of, plan_cells, steps_engine
+from rollout.bench.steps import claims_of, gammas_of, plan_cells, steps_engine
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
@@ -77,6 +78,37 @@ def test_a_drop_larger_than_explained_is_a_cliff_over_context_and_says_both_shar
     assert cliff.explained_drop == pytest.approx(0.25)
 
 
+# ---- the drawing ----------------------------------------------------------------------------------
+
+
+def speeds(*points: SpeedPoint) -> dict[str, Any]:
+    return {
+        "speeds": [asdict(p) for p in points],
+        "cliffs": [asdict(cliff) for cliff in find_cliffs(points)],
+        "left_out": [],
+    }
+
+
+def test_every_line_is_drawn_twice_with_its_bound_dashed() -> None:
+    page = step_page(speeds(point(1, 128, 100, 120), point(2, 128, 190, 240), point(1, 512, 90, 100)))
+    # Two lines over batch (contexts 128, 512), two over context (batches 1, 2), each with its bound.
+    assert page.count("<polyline") == 8
+    assert page.count("stroke-dasharray") == 4
+    assert page.count("No cliff between neighbours") == 2
+    assert "batch 2, context 128: 190.0 tokens/s, bound 240.0" in page
+    assert "<script" not in page
+
+
+def test_a_cliff_is_marked_and_named_on_its_own_axis_alone() -> None:
+    data = speeds(point(1, 128, 100, 120), point(2, 128, 60, 240), point(1, 512, 98, 119))
+    page = step_page(data | {"left_out": [{"batch": 9, "context_tokens": 7, "reason": "too much"}]})
+    over_batch, over_context = page.split("Tokens per second over context")
+    assert "cliff over batch: batch 1 to 2, context 128: 40% fewer tokens/s, 0% explained" in over_batch
+    assert "a drop of more than 10%" in over_batch
+    assert "No cliff between neighbours" in over_context
+    assert "batch 9 at 7: too much." in over_context
+
+
 # ---- claims ---------------------------------------------------------------------------------------
 
 
@@ -127,14 +159,22 @@ def test_what_a_run_does_not_measure_is_not_claimed() -> None:
 
 
 def test_cells_that_do_not_fit_are_left_out_with_their_reason() -> None:
-    bench = BenchConfig(batches=(1, 8), contexts=(512, 128, 4096), step_gammas=(1,), max_batch_tokens=1024)
-    cells, left_out = plan_cells(bench, context_limit=600)
+    bench = BenchConfig(batches=(1, 8), contexts=(512, 128, 4096), step_gammas=(1,))
+    room = visit_tokens(bench.step_gammas)
+    cells, left_out = plan_cells(bench, context_limit=600, kv_tokens=8 * (128 + room))
     assert cells == [(1, 128), (8, 128), (1, 512)]
     reasons = {(s.batch, s.context_tokens): s.reason for s in left_out}
-    assert reasons[8, 512] == "4096 tokens over the batch exceed 1024"
+    assert f"{8 * (512 + room)} tokens over the batch exceed the {8 * (128 + room)}" in reasons[8, 512]
     assert "exceed the context of 600" in reasons[1, 4096]
     with pytest.raises(ConfigError, match="nothing can be measured"):
-        plan_cells(bench, context_limit=100)
+        plan_cells(bench, context_limit=100, kv_tokens=1 << 20)
+
+
+def test_drafts_are_measured_up_to_so_much_context_over_the_batch() -> None:
+    bench = BenchConfig(step_gammas=(5, 1), max_draft_tokens=1024, max_verify_rows=24)
+    assert gammas_of(bench, 4, 256) == (1, 5)
+    assert gammas_of(bench, 8, 128) == (1,), "48 rows are more than were asked for"
+    assert gammas_of(bench, 4, 257) == ()
 
 
 def test_the_engine_has_room_for_every_cell_and_keeps_prompts() -> None:
@@ -142,6 +182,7 @@ def test_the_engine_has_room_for_every_cell_and_keeps_prompts() -> None:
     engine = steps_engine(JobConfig(engine=EngineConfig(threads=1, max_batch=4), bench=bench))
     assert (engine.max_batch, engine.prefix_cache) == (48, True)
     assert engine.max_context_tokens == 64 + visit_tokens((3,))
+    assert engine.kv_bytes >= EngineConfig().kv_bytes
 
 
 def test_long_prompts_share_no_beginning_and_shorter_ones_begin_longer_ones() -> None:
@@ -173,6 +214,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     engine = EngineConfig(decoder="compiled", threads=1, max_batch=2)
     assert main(JobConfig(policy=PolicyConfig(source=str(folder)), engine=engine, bench=bench)) == 0
+    assert "Tokens per second over batch" in out.with_suffix(".html").read_text()
     data: dict[str, Any] = json.loads(Path(out).read_text())
     return data
 
@@ -187,6 +229,9 @@ def test_every_kind_of_round_is_measured_at_every_batch_and_context(written: dic
         *(("verify", 4, context, 8) for context in (32, 64)),  # 24 rows are more than were asked for
     }
     assert {(s["batch"], s["context_tokens"]) for s in written["left_out"]} == {(1, 4096), (4, 4096)}
+    assert {(s["batch"], s["context_tokens"]) for s in written["speeds"]} == {
+        (batch, context) for batch in (1, 4) for context in (32, 64)
+    }
 
 
 @pytest.mark.slow

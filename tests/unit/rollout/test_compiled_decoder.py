@@ -227,6 +227,21 @@ def test_logits_agree_with_float64(name: str) -> None:
     assert error.median() < LOGIT_TOLERANCE / 20
 
 
+@pytest.mark.parametrize("name", ["one kv head, seven queries", "three kv heads", "mistral window"])
+def test_logits_over_several_chunks_of_keys_agree_with_float64(name: str) -> None:
+    length = 389  # three chunks of 128 and a little; a window of 150 begins and ends inside chunks
+    spec = SPECS[name]
+    window = None if spec.sliding_window is None else 150
+    policy = random_policy(replace(spec, max_positions=length, sliding_window=window))
+    tokens, table = text(policy.spec, length, seed=2), list(range(24, -1, -1))
+    decoder = policy.decoder(threads=2)
+    batch = batch_of([(0, p) for p in range(length)], [tokens], [table])
+    got_TV = decoder.forward(batch, decoder.new_storage(25)).logits_RV.double()
+    error = (got_TV - reference_logits(policy, tokens)).abs()
+    assert error.max() < LOGIT_TOLERANCE
+    assert error.median() < LOGIT_TOLERANCE / 20
+
+
 def test_tiny_policies_of_every_family_run() -> None:
     for family in ("llama", "smollm2", "qwen2", "qwen3", "mistral"):
         tiny = tiny_policy(family=family)

@@ -1,8 +1,9 @@
-// Attention of one row: a few query heads that share a KV head, over the keys of their own sequence.
+// Attention of one row and one KV head, chunk by chunk: all query heads that share the KV head at once.
 //
-// Scores, maximum, sum and weighted values run in the order of key positions, page by page, and each query
-// head has its own chains. So a head's bits depend on its query and its keys alone: not on the other heads
-// computed beside it, nor on rows, chunks or page numbers. Keys past the row's position are never used.
+// Keys are taken in chunks of a fixed number of positions, counted from position 0. A chunk is computed by itself
+// (`attend_chunk`), in the order of positions, and chunks are folded one after the other from the first on
+// (`fold`). Each query head has its own chains. So a head's bits depend on its query, its keys and its position
+// alone: not on the heads or rows computed beside it, on page numbers, or on who computed which chunk.
 #pragma once
 #include "kv_pages.h"
 #include "vecmath.h"
@@ -11,23 +12,42 @@ namespace forward {
 
 using simd::F16;
 
-// Query heads computed together: two registers of accumulator each.
+// Query heads computed together: as many as leave registers for two vectors of each.
 constexpr int kMaxGroup = 4;
+
+// Keys and values of a chunk take half a core's smallest second-level cache at most, its scores a corner of the
+// first. Longer chunks would be folded less often, shorter ones split a long context more evenly.
+constexpr int kChunkPages = 8;
+constexpr int kChunkKeys = kChunkPages * kPageTokens;
 
 // Score of a masked key: under any real score, and its exponential is zero.
 constexpr float kMasked = -1e30f;
 
-// One row's view of its sequence.
-struct KeyRange {
-  const KvPages* kv;
-  const int32_t* table;
-  int plane, head;
-  int first, last;  // key positions read, both included
+// Keys of one chunk that one row reads.
+struct ChunkKeys {
+  const simd::bf16* page[kChunkPages];   // keys of each page; its values follow them
+  const simd::bf16* ahead[kChunkPages];  // pages that will be read next, to be fetched meanwhile
+  int pages;
+  int first, last;  // positions read, both included, counted from the first page's first token
+  int head_dim;
 
-  int first_page() const { return first / kPageTokens; }
-  int last_page() const { return last / kPageTokens; }
-  const simd::bf16* keys(int page) const { return kv->keys(plane, table[page], head); }
-  const simd::bf16* values(int page) const { return kv->values(plane, table[page], head); }
+  const simd::bf16* values(const simd::bf16* keys) const { return keys + kPageTokens * head_dim; }
+};
+
+// What is known of some query heads after some keys: (heads, head_dim) values weighted by exp(score - top), the
+// top score per head, and the sum of those weights.
+struct Partial {
+  float *values, *top, *total;
+
+  static int lanes(int heads) { return (heads + simd::kLanes - 1) / simd::kLanes * simd::kLanes; }
+  static size_t floats(int heads, int head_dim) {
+    return static_cast<size_t>(heads) * head_dim + 2 * static_cast<size_t>(lanes(heads));
+  }
+  // The one that stands at `floats`.
+  static Partial at(float* floats, int heads, int head_dim) {
+    float* top = floats + static_cast<size_t>(heads) * head_dim;
+    return {floats, top, top + lanes(heads)};
+  }
 };
 
 namespace attention {
@@ -37,120 +57,167 @@ inline F16 lane_numbers() {
   return simd::load(numbers);
 }
 
-// Scores of U pages from `page` on, for G heads; a head's scores start at its first page.
+// Keeps the compiler from knowing that what it read through p before still stands there: read anew, a value
+// needs no register meanwhile, and accumulators keep theirs.
+template <class T>
+inline T* anew(T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
+// Scores of U pages from `page` on, for G heads, kChunkKeys apart.
 template <int G, int U>
-inline void score_pages(const float* query, const KeyRange& range, int page, float* scores, size_t stride) {
-  const int head_dim = range.kv->head_dim;
+inline void score_pages(const float* query, const ChunkKeys& chunk, int page, float* scores) {
+  const int head_dim = chunk.head_dim;
   const simd::bf16* keys[U];
-  for (int u = 0; u < U; ++u) keys[u] = range.keys(page + u);
-  const simd::bf16* next = range.keys(page + U <= range.last_page() ? page + U : page);
+  for (int u = 0; u < U; ++u) keys[u] = chunk.page[page + u];
   F16 acc[G][U];
   for (int g = 0; g < G; ++g)
     for (int u = 0; u < U; ++u) acc[g][u] = simd::zero();
-  for (int d = 0; d < head_dim; d += 2) {
-    __builtin_prefetch(next + d * kPageTokens);
-#pragma GCC unroll 2
-    for (int i = d; i < d + 2; ++i)
+  // One page ahead is fetched in each of U equal parts of the dimensions, spread evenly.
+  const int part = head_dim / U;
+  for (int fetched = 0; fetched < U; ++fetched) {
+    const simd::bf16* ahead = chunk.ahead[page + fetched];
+    for (int d = fetched * part; d < (fetched + 1) * part; ++d) {
+      for (int line = 0; line < U; line += 2) __builtin_prefetch(ahead + line * kPageTokens);
+      ahead += U * kPageTokens;
+      const float* q = query + d;
 #pragma GCC unroll 4
       for (int u = 0; u < U; ++u) {
-        F16 k = panels::load(keys[u] + i * kPageTokens);
+        if (G * U > 4) q = anew(q);
+        const F16 k = panels::load(keys[u] + d * kPageTokens);
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) acc[g][u] = simd::fma(k, simd::splat(query[g * head_dim + i]), acc[g][u]);
-      }
-  }
-  float* out = scores + (page - range.first_page()) * kPageTokens;
-  for (int g = 0; g < G; ++g)
-    for (int u = 0; u < U; ++u) simd::store(out + g * stride + u * kPageTokens, acc[g][u]);
-}
-
-// Masks the lanes outside the range, replaces scores by exp(score - max) and returns the sum of those.
-inline float softmax(const KeyRange& range, float* scores) {
-  const int pages = range.last_page() - range.first_page() + 1;
-  const F16 lanes = lane_numbers(), masked = simd::splat(kMasked);
-  const float before = static_cast<float>(range.first % kPageTokens);
-  const float kept = static_cast<float>(range.last % kPageTokens + 1);
-  simd::store(scores, simd::where_less(lanes, simd::splat(before), masked, simd::load(scores)));
-  float* last = scores + (pages - 1) * kPageTokens;
-  simd::store(last, simd::where_less(lanes, simd::splat(kept), simd::load(last), masked));
-  F16 top = masked;
-  for (int p = 0; p < pages; ++p) top = simd::max(top, simd::load(scores + p * kPageTokens));
-  const F16 most = simd::splat(simd::max_lane(top));
-  F16 total = simd::zero();
-  for (int p = 0; p < pages; ++p) {
-    F16 e = vecmath::exp(simd::sub(simd::load(scores + p * kPageTokens), most));
-    simd::store(scores + p * kPageTokens, e);
-    total = simd::add(total, e);
-  }
-  return simd::sum(total);
-}
-
-// Weighted values of dimensions [16 * chunk, 16 * (chunk + C)).
-template <int G, int C>
-inline void weigh(const KeyRange& range, const float* weights, size_t stride, const float* inverse, int chunk,
-                  float* out) {
-  const int head_dim = range.kv->head_dim;
-  F16 acc[G][C];
-  for (int g = 0; g < G; ++g)
-    for (int c = 0; c < C; ++c) acc[g][c] = simd::zero();
-  for (int page = range.first_page(); page <= range.last_page(); ++page) {
-    const int start = page * kPageTokens;
-    const int begin = range.first > start ? range.first - start : 0;
-    const int end = range.last - start + 1 < kPageTokens ? range.last - start + 1 : kPageTokens;
-    const simd::bf16* values = range.values(page) + chunk * simd::kLanes;
-    const simd::bf16* next =
-        range.values(page < range.last_page() ? page + 1 : page) + chunk * simd::kLanes;
-    const float* w = weights + start - range.first_page() * kPageTokens;
-    for (int j = begin; j < end; ++j) {
-      __builtin_prefetch(next + j * head_dim);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) {
-        // Reads the weights anew for every chunk: held in registers, they would push accumulators out of them.
-        if (G * C > 4) asm("" ::: "memory");
-        F16 v = panels::load(values + j * head_dim + c * simd::kLanes);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) acc[g][c] = simd::fma(v, simd::splat(w[g * stride + j]), acc[g][c]);
+        for (int g = 0; g < G; ++g) acc[g][u] = simd::fma(k, simd::splat(q[g * head_dim]), acc[g][u]);
       }
     }
   }
   for (int g = 0; g < G; ++g)
-    for (int c = 0; c < C; ++c)
-      simd::store(out + g * head_dim + (chunk + c) * simd::kLanes, simd::mul(acc[g][c], simd::splat(inverse[g])));
+    for (int u = 0; u < U; ++u) simd::store(scores + g * kChunkKeys + (page + u) * kPageTokens, acc[g][u]);
+}
+
+// Masks the lanes outside the chunk's positions, replaces scores by exp(score - top), and says top and sum.
+inline void softmax(const ChunkKeys& chunk, float* scores, float* top, float* total) {
+  const F16 lanes = lane_numbers(), masked = simd::splat(kMasked);
+  const float kept = static_cast<float>(chunk.last % kPageTokens + 1);
+  simd::store(scores, simd::where_less(lanes, simd::splat(static_cast<float>(chunk.first)), masked, simd::load(scores)));
+  float* last = scores + (chunk.pages - 1) * kPageTokens;
+  simd::store(last, simd::where_less(lanes, simd::splat(kept), simd::load(last), masked));
+  F16 most = masked;
+  for (int p = 0; p < chunk.pages; ++p) most = simd::max(most, simd::load(scores + p * kPageTokens));
+  *top = simd::max_lane(most);
+  most = simd::splat(*top);
+  F16 sum = simd::zero();
+  for (int p = 0; p < chunk.pages; ++p) {
+    const F16 e = vecmath::exp(simd::sub(simd::load(scores + p * kPageTokens), most));
+    simd::store(scores + p * kPageTokens, e);
+    sum = simd::add(sum, e);
+  }
+  *total = simd::sum(sum);
+}
+
+// Adds one page's tokens [begin, end) to dimensions [16 * vector, 16 * (vector + C)) of G heads.
+template <int G, int C>
+inline void add_values(const float* weights, const simd::bf16* values, const simd::bf16* ahead, int begin, int end,
+                       int head_dim, int vector, float* out) {
+  const int from = vector * simd::kLanes;
+  F16 acc[G][C];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) acc[g][c] = simd::load(out + g * head_dim + from + c * simd::kLanes);
+  for (int j = begin; j < end; ++j) {
+#pragma GCC unroll 2
+    for (int c = 0; c < C; c += 2) __builtin_prefetch(ahead + j * head_dim + from + c * simd::kLanes);
+    const float* w = weights + j;
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      if (G * C > 4) w = anew(w);
+      const F16 v = panels::load(values + j * head_dim + from + c * simd::kLanes);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) acc[g][c] = simd::fma(v, simd::splat(w[g * kChunkKeys]), acc[g][c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) simd::store(out + g * head_dim + from + c * simd::kLanes, acc[g][c]);
+}
+
+// Weighted values of G heads, page by page, so that each is read once and in order.
+template <int G>
+inline void weigh(const ChunkKeys& chunk, const float* weights, float* out) {
+  constexpr int kVectors = G == 1 ? 4 : G == 4 ? 1 : 2;
+  const int head_dim = chunk.head_dim, vectors = head_dim / simd::kLanes;
+  for (int i = 0; i < G * head_dim; i += simd::kLanes) simd::store(out + i, simd::zero());
+  for (int page = 0; page < chunk.pages; ++page) {
+    const int start = page * kPageTokens;
+    const int begin = page == 0 ? chunk.first : 0;
+    const int end = page == chunk.pages - 1 ? chunk.last - start + 1 : kPageTokens;
+    const simd::bf16 *values = chunk.values(chunk.page[page]), *ahead = chunk.values(chunk.ahead[page]);
+    int v = 0;
+    for (; v + kVectors <= vectors; v += kVectors)
+      add_values<G, kVectors>(weights + start, values, ahead, begin, end, head_dim, v, out);
+    for (; v < vectors; ++v) add_values<G, 1>(weights + start, values, ahead, begin, end, head_dim, v, out);
+  }
 }
 
 template <int G>
-inline void heads(const float* query, const KeyRange& range, float* scores, size_t stride, float* out) {
+inline void heads(const float* query, const ChunkKeys& chunk, float* values, float* top, float* total) {
   // As many chains side by side as registers allow.
-  constexpr int kPages = G == 1 ? 4 : G == 2 ? 2 : 1;
-  constexpr int kChunks = G == 1 ? 4 : G == 4 ? 1 : 2;
-  int page = range.first_page();
-  for (; page + kPages - 1 <= range.last_page(); page += kPages)
-    score_pages<G, kPages>(query, range, page, scores, stride);
-  for (; page <= range.last_page(); ++page) score_pages<G, 1>(query, range, page, scores, stride);
-  float inverse[G];
-  for (int g = 0; g < G; ++g) inverse[g] = 1.0f / softmax(range, scores + g * stride);
-  const int chunks = range.kv->head_dim / simd::kLanes;
-  int chunk = 0;
-  for (; chunk + kChunks <= chunks; chunk += kChunks) weigh<G, kChunks>(range, scores, stride, inverse, chunk, out);
-  for (; chunk < chunks; ++chunk) weigh<G, 1>(range, scores, stride, inverse, chunk, out);
+  constexpr int kPages = G == 1 ? 4 : G == 4 ? 1 : 2;
+  alignas(64) float scores[G * kChunkKeys];
+  int page = 0;
+  for (; page + kPages <= chunk.pages; page += kPages) score_pages<G, kPages>(query, chunk, page, scores);
+  for (; page < chunk.pages; ++page) score_pages<G, 1>(query, chunk, page, scores);
+  for (int g = 0; g < G; ++g) softmax(chunk, scores + g * kChunkKeys, top + g, total + g);
+  weigh<G>(chunk, scores, values);
 }
 
 }  // namespace attention
 
-// `count` query heads of one KV head, (count, head_dim) in and out, queries scaled. `scores` is scratch of
-// kMaxGroup rows of `stride` floats, each long enough for the pages of the range.
-inline void attend(const float* query, int count, const KeyRange& range, float* scores, size_t stride, float* out) {
-  const int head_dim = range.kv->head_dim;
-  for (int done = 0; done < count;) {
-    const int group = count - done < kMaxGroup ? count - done : kMaxGroup;
-    const float* q = query + done * head_dim;
-    float* o = out + done * head_dim;
-    switch (group) {
-      case 1: attention::heads<1>(q, range, scores, stride, o); break;
-      case 2: attention::heads<2>(q, range, scores, stride, o); break;
-      case 3: attention::heads<3>(q, range, scores, stride, o); break;
-      default: attention::heads<4>(q, range, scores, stride, o);
+// What `count` query heads, (count, head_dim) and scaled, make of one chunk.
+inline void attend_chunk(const float* query, int count, const ChunkKeys& chunk, const Partial& out) {
+  for (int done = 0; done < count; done += kMaxGroup) {
+    const float* q = query + done * chunk.head_dim;
+    float *values = out.values + done * chunk.head_dim, *top = out.top + done, *total = out.total + done;
+    switch (count - done) {
+      case 1: attention::heads<1>(q, chunk, values, top, total); break;
+      case 2: attention::heads<2>(q, chunk, values, top, total); break;
+      case 3: attention::heads<3>(q, chunk, values, top, total); break;
+      default: attention::heads<4>(q, chunk, values, top, total);
     }
-    done += group;
+  }
+  for (int g = count; g < Partial::lanes(count); ++g) out.top[g] = out.total[g] = 0.0f;
+}
+
+// Adds what the next chunk makes to what all chunks before it make.
+inline void fold(const Partial& into, const Partial& next, int count, int head_dim) {
+  for (int first = 0; first < count; first += simd::kLanes) {
+    const F16 top = simd::max(simd::load(into.top + first), simd::load(next.top + first));
+    const F16 keep = vecmath::exp(simd::sub(simd::load(into.top + first), top));
+    const F16 take = vecmath::exp(simd::sub(simd::load(next.top + first), top));
+    const F16 kept = simd::mul(simd::load(into.total + first), keep);
+    simd::store(into.total + first, simd::fma(simd::load(next.total + first), take, kept));
+    simd::store(into.top + first, top);
+    float keeps[simd::kLanes], takes[simd::kLanes];
+    simd::store(keeps, keep);
+    simd::store(takes, take);
+    for (int g = first; g < count && g < first + simd::kLanes; ++g) {
+      const F16 a = simd::splat(keeps[g - first]), b = simd::splat(takes[g - first]);
+      float* x = into.values + g * head_dim;
+      const float* y = next.values + g * head_dim;
+      for (int d = 0; d < head_dim; d += simd::kLanes)
+        simd::store(x + d, simd::fma(simd::load(y + d), b, simd::mul(simd::load(x + d), a)));
+    }
+  }
+}
+
+// The heads' outputs, (count, head_dim), once every chunk was folded.
+inline void finish(const Partial& all, int count, int head_dim, float* out) {
+  for (int g = 0; g < count; ++g) {
+    const F16 inverse = simd::splat(1.0f / all.total[g]);
+    for (int d = 0; d < head_dim; d += simd::kLanes)
+      simd::store(out + g * head_dim + d, simd::mul(simd::load(all.values + g * head_dim + d), inverse));
   }
 }
 

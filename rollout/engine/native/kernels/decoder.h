@@ -1,13 +1,13 @@
 // One forward over ragged rows, in one parallel region. The order of its phases is run() below.
 //
-// A phase is split by rows, by panels of output columns or by attention heads; phases that read what another
-// member wrote are a barrier apart. No split changes a result: each output is computed whole by one member.
+// A phase is split by rows, by panels of output columns or by pieces of attention; phases that read what another
+// member wrote are a barrier apart. No split changes a result: its parts are fixed, and summed in a fixed order.
 #pragma once
 #include <cstring>
 #include <vector>
 
 #include "abi.h"
-#include "attention.h"
+#include "attention_work.h"
 #include "buffer.h"
 #include "norm.h"
 #include "phases.h"
@@ -18,9 +18,6 @@ namespace forward {
 
 using team::Member;
 using team::Range;
-
-// Attention of one head costs about this many keys' worth beside its keys.
-constexpr int kHeadOverheadKeys = 16;
 
 // Up to so many rows every member prepares the whole input of a linear for itself: cheaper than a barrier.
 constexpr int kAloneRows = 4;
@@ -121,7 +118,7 @@ class Decoder {
     return kOk;
   }
 
-  // ---- buffers and the split of attention, before the region
+  // ---- buffers and the pieces of attention, before the region
 
   void prepare(const Call& call) {
     const int rows = call.rows > call.head_rows ? call.rows : call.head_rows;
@@ -137,11 +134,10 @@ class Decoder {
     attended_.reserve(rows, attended);
     gated_.reserve(rows, layers_[0].gate_up.panels() / 2 * panels::kColumns);
     if (layers_[0].attention_out_norm) branch_.reserve(rows, model_.hidden);
-    int longest = 0;
-    for (int m = 0; m < rows; ++m) longest = call.positions[m] > longest ? call.positions[m] : longest;
-    score_stride_ = static_cast<size_t>(longest / kPageTokens + 1) * kPageTokens;
-    scores_.reserve(score_stride_ * kMaxGroup * team_->size());
-    split_attention(call);
+    const HeadShape shape{model_.kv_heads, model_.query_heads / model_.kv_heads, model_.head_dim};
+    attention_.plan(shape, call.rows, team_->size(), [&](int m) {
+      return RowKeys{pages_of(call, m), first_key(call.positions[m]), call.positions[m]};
+    });
   }
 
   int widest() const {
@@ -150,29 +146,6 @@ class Decoder {
     for (const Linear* w : {&l.qkv, &l.o, &l.gate_up, &l.down}) k = w->k > k ? w->k : k;
     return k;
   }
-
-  // cuts_[t]..cuts_[t+1] are the (row, query head) pairs of member t: contiguous, of near equal cost.
-  void split_attention(const Call& call) {
-    const int members = team_->size(), heads = model_.query_heads;
-    int64_t total = 0;
-    for (int m = 0; m < call.rows; ++m) total += cost(call.positions[m]);
-    cuts_.assign(members + 1, call.rows * heads);
-    cuts_[0] = 0;
-    int64_t done = 0;
-    int next = 1;
-    for (int m = 0; m < call.rows && next < members; ++m) {
-      const int64_t each = cost(call.positions[m]);
-      while (next < members && (done + each) * heads * members >= total * heads * next) {
-        const int64_t missing = total * heads * next / members - done * heads;
-        int inside = static_cast<int>((missing + each / 2) / each);
-        inside = inside < 0 ? 0 : inside > heads ? heads : inside;
-        cuts_[next++] = m * heads + inside;
-      }
-      done += each;
-    }
-  }
-
-  int64_t cost(int position) const { return position - first_key(position) + 1 + kHeadOverheadKeys; }
 
   int first_key(int position) const {
     return model_.window > 0 && position >= model_.window ? position - model_.window + 1 : 0;
@@ -217,7 +190,7 @@ class Decoder {
     project_and_turn(call, me, w, own, loop, layer);
     me.wait();
     lap(me, phases::kLinears);
-    attend_share(call, me, loop, layer);
+    attend(call, me, loop, layer);
     me.wait();
     lap(me, phases::kAttention);
     encode(me, attended_, call.rows, w.o, own, true);
@@ -317,21 +290,10 @@ class Decoder {
 
   KvPages pages(const Call& call) const { return {call.kv, call.kv_pages, model_.kv_heads, model_.head_dim}; }
 
-  void attend_share(const Call& call, const Member& me, int loop, int layer) {
-    const int heads = model_.query_heads, group = heads / model_.kv_heads;
-    const KvPages kv = pages(call);
-    float* scores = scores_.get() + me.index * kMaxGroup * score_stride_;
-    for (int item = cuts_[me.index]; item < cuts_[me.index + 1];) {
-      const int m = item / heads, head = item % heads;
-      int count = group - head % group;
-      count = item + count > cuts_[me.index + 1] ? cuts_[me.index + 1] - item : count;
-      const int position = call.positions[m];
-      const int plane = plane_of(call, m, loop, layer);
-      const KeyRange range{&kv, pages_of(call, m), plane, head / group, first_key(position), position};
-      const size_t at = static_cast<size_t>(head) * model_.head_dim;
-      attend(qkv_.row(m) + at, count, range, scores, score_stride_, attended_.row(m) + at);
-      item += count;
-    }
+  void attend(const Call& call, const Member& me, int loop, int layer) {
+    attention_.run(
+        me, pages(call), [&](int m) { return plane_of(call, m, loop, layer); },
+        [this](int m) { return qkv_.row(m); }, [this](int m) { return attended_.row(m); });
   }
 
   // Adds the linear's output to the residual stream, by way of a norm where there is one. Ends with the stream
@@ -422,9 +384,7 @@ class Decoder {
   std::vector<Prepared> prepared_;
   Rows qkv_, attended_, gated_;
   Rows branch_;  // a linear's output on its way through the norm before the residual add
-  Buffer<float> scores_;
-  size_t score_stride_ = 0;
-  std::vector<int> cuts_;
+  AttentionWork attention_;
   phases::Stopwatch watch_;
 };
 
