@@ -1,8 +1,8 @@
 """Prompts in, pages out, hosts gone: whatever happens beside a looped draft, every text stays what it is.
 
 Sequences lose their place between rounds only, where what they hold is committed tokens. So each case here
-comes down to equality with the text that each request has alone, ids and all four logprobs bit for bit, and to
-engines that hold nothing afterwards: no page, no lane, no state of a draft.
+comes down to equality with the text that each request has alone, ids and all four logprobs bit for bit, and
+to engines that hold nothing afterwards: no page, no lane, no state of a draft.
 """
 
 import random
@@ -125,7 +125,9 @@ def test_a_long_prompt_computed_beside_drafts_changes_no_text(way: str, compiled
 def test_preemption_between_any_two_rounds_changes_no_text(way: str, compiled: bool) -> None:
     """Victims are picked at random, mostly with lanes under way; what they keep is their committed tokens."""
     policy, plan = tiny_looped_policy(seed=1), WAYS[way]()
-    requests = requests_for(vocab=48, prompts=5, params=(*MIXED_PARAMS[2:4], *ENDLESS), seed=7, longest_prompt=24)
+    requests = requests_for(
+        vocab=48, prompts=5, params=(*MIXED_PARAMS[2:4], *ENDLESS), seed=7, longest_prompt=24
+    )
     expected = alone(policy, requests, compiled=compiled)
     engine = engine_of(policy, compiled=compiled, prefill_chunk_tokens=16)
     rng, with_lanes = random.Random(2), 0
@@ -179,7 +181,7 @@ def test_a_text_cut_between_any_two_rounds_goes_on_the_same_in_another_engine(
             done |= {(c.prompt_uid, c.sample_index): c for c in outcome.completions}
         cut = {r.key: c for r in requests if (c := engine.abort(r.key)) is not None}
         assert_holds_nothing(engine)
-        cut_inside += sum(0 < len(c.tokens) for c in cut.values())
+        cut_inside += sum(len(c.tokens) > 0 for c in cut.values())
         resumed = [replace(r, prefix_ids=cut[r.key].token_ids) for r in requests if r.key in cut]
         rest = run_engine(engine_of(policy, compiled=compiled), resumed, WAYS[then]())
         for key, start in cut.items():
