@@ -122,6 +122,7 @@ def test_a_training_run_is_the_same_run_without_speculation(tmp_path: Path) -> N
                 "max_new_tokens": 12,
                 "learning_rate": 1e-3,
                 "loop_distillation_weight": 0.3,
+                "beta": 0.02,  # so that the trainer holds a second copy, loaded from the folder
                 "save_policy": True,
             },
             output_dir=str(folder),
