@@ -36,6 +36,7 @@ COMMANDS = {
         "number to the run's folder. With output_dir=FOLDER of an earlier run, that run is resumed.",
         examples=(
             "taildraft run",
+            "taildraft run experiment=looped",
             "taildraft run controller=ar tracker=wandb",
             "taildraft run service=two_hosts ray.address=auto",
         ),

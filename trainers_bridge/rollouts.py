@@ -9,8 +9,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from rollout.errors import ConfigError
 from rollout.seeds import sample_seed
 from rollout.tracking.recorder import RolloutRecorder
-from rollout.tracking.reduce import slowest_build_s
+from rollout.tracking.reduce import AcceptanceCounts, slowest_build_s
 from rollout.tracking.tracker import Tracker
 from rollout.types import Completion, Request, SamplingParams
 from trainers_bridge.config import TrainerConfig
@@ -52,17 +52,20 @@ class StepClock:
     gauges: dict[str, float] = field(default_factory=dict)
     """Of the last rollout, on the trainer's clock."""
 
+    acceptance: list[Mapping[str, AcceptanceCounts]] = field(default_factory=list)
+    """By drafter, of each rollout."""
+
     def take(self) -> "StepClock":
         """Return what was gathered and start anew."""
-        taken = StepClock(
-            generate_s=self.generate_s,
-            weight_sync_s=self.weight_sync_s,
-            mismatch_s=self.mismatch_s,
-            gauges=self.gauges,
-        )
+        taken = replace(self)
         self.generate_s = self.weight_sync_s = self.mismatch_s = 0.0
-        self.gauges = {}
+        self.gauges, self.acceptance = {}, []
         return taken
+
+
+Probe = Callable[..., Mapping[str, float]]
+"""Looks at the trainer's model beside the mismatch check, on the same samples and under the names that
+``trainer_logprobs`` has for them, and returns loggable values."""
 
 
 class TrainerRollouts:
@@ -79,6 +82,7 @@ class TrainerRollouts:
         first_call: int = 0,
         first_round: int = 0,
         folder: Path | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self.params: SamplingParams = training_params(config)
         self.clock = StepClock()
@@ -87,7 +91,7 @@ class TrainerRollouts:
 
         self._client, self._tokenizer, self._config = client, tokenizer, config
         self._recorder = RolloutRecorder(tracker, first_round=first_round, folder=folder)
-        self._run_seed = run_seed
+        self._run_seed, self._probe = run_seed, probe
         self._pushed_step: int | None = None
         self._calls = first_call
         self._samples_of: Counter[str] = Counter()
@@ -171,6 +175,7 @@ class TrainerRollouts:
         self._recorder.completions(completions, rollout_step=self._calls)
         dropped = sum(v for k, v in self._client.stats().items() if k.endswith("/records_dropped"))
         more = {**kept_mass_gauges(completions), "service/round_records_dropped": dropped}
+        self.clock.acceptance.append(self._recorder.acceptance_by_drafter)
         rollout = self._recorder.step(self._calls, wall_s=took_s, more=more)
         self.clock.gauges = self._mismatch_gauges(trainer, output)
         mode = "train" if trainer.model.training else "eval"
@@ -193,16 +198,18 @@ class TrainerRollouts:
         # Spread over the batch, so that over steps every group is looked at.
         total = len(output["completion_ids"])
         chosen = sorted({(i * total // wanted + self._calls) % total for i in range(wanted)})
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        looked_at: dict[str, Any] = {
+            "prompt_ids": [output["prompt_ids"][i] for i in chosen],
+            "completion_ids": [output["completion_ids"][i] for i in chosen],
+            "temperature": self.params.temperature,
+        }
         with trainer.accelerator.autocast():
-            own = trainer_logprobs(
-                trainer.accelerator.unwrap_model(trainer.model),
-                prompt_ids=[output["prompt_ids"][i] for i in chosen],
-                completion_ids=[output["completion_ids"][i] for i in chosen],
-                temperature=self.params.temperature,
-            )
+            own = trainer_logprobs(model, **looked_at)
+            probed = {} if self._probe is None else self._probe(model, **looked_at)
         found = compare([output["logprobs"][i] for i in chosen], own)
         self.clock.mismatch_s += time.perf_counter() - started_s
-        return found.gauges()
+        return {**found.gauges(), **probed}
 
 
 def prompt_token_ids(tokenizer: Any, prompt: Any) -> list[int]:

@@ -1,13 +1,29 @@
-"""What a training run came to: did the reward rise, and where did the time go. Standard library only."""
+"""What a training run came to: did the reward rise, did drafts stay good, where did the time go.
+
+Standard library only.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 NEEDED_ERRORS = 2.0
 """Standard errors of the difference by which the last quarter must beat the first. Were nothing
 learned, some runs in a hundred would still pass by luck, so a claim needs several seeds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftTally:
+    """What became of one drafter's drafts in one step."""
+
+    drafted: int
+    accepted: int
+    first_decided: int
+    """Drafts of a block's first position that verification judged."""
+
+    first_kept: int
+    """Of those, kept. Unlike ``accepted`` it does not depend on how far was drafted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +46,11 @@ class StepResult:
     drafted_tokens: int
     accepted_tokens: int
     tokens: int
+    ids_digest: str
+    """Of all its samples' token ids, in order: equal in two runs that sampled the same."""
+
+    by_drafter: Mapping[str, DraftTally]
+    """Of rounds, so what a dead host did unheard is missing."""
 
     @property
     def reward(self) -> float:
@@ -65,6 +86,7 @@ def summarize(steps: Sequence[StepResult], *, stopped_by: str, total_s: float) -
     """Return the summary as plain data. Fewer than eight steps give no verdict (None), not a pass."""
     drafted, accepted = sum(s.drafted_tokens for s in steps), sum(s.accepted_tokens for s in steps)
     tokens, generate_s = sum(s.tokens for s in steps), sum(s.generate_s for s in steps)
+    drafters = sorted({name for s in steps for name in s.by_drafter})
     seconds = {
         "total": total_s,
         "generate": generate_s,
@@ -84,7 +106,32 @@ def summarize(steps: Sequence[StepResult], *, stopped_by: str, total_s: float) -
         "drafted_tokens": drafted,
         "accepted_tokens": accepted,
         "accept_rate": accepted / drafted if drafted else None,
+        "drafters": {name: _drafts_of(name, steps) for name in drafters},
+        "ids_digest_by_step": [s.ids_digest for s in steps],
     }
+
+
+def _drafts_of(name: str, steps: Sequence[StepResult]) -> dict[str, Any]:
+    """Return a drafter's acceptance over the run; quarters are those of the reward, None without drafts."""
+    size = len(steps) // 4
+    ends = {"first_quarter": steps[:size], "last_quarter": steps[len(steps) - size :]}
+    tallies = [s.by_drafter[name] for s in steps if name in s.by_drafter]
+    return {
+        "drafted": sum(t.drafted for t in tallies),
+        "accepted": sum(t.accepted for t in tallies),
+        "accept_rate_by_step": [_share(name, [s], "accepted", "drafted") for s in steps],
+        "first_draft_kept": {
+            **{end: _share(name, part, "first_kept", "first_decided") for end, part in ends.items()},
+            "by_step": [_share(name, [s], "first_kept", "first_decided") for s in steps],
+        },
+    }
+
+
+def _share(name: str, steps: Sequence[StepResult], hits: str, trials: str) -> float | None:
+    """Return the pooled share of a drafter's ``hits`` among its ``trials``; None without any."""
+    tallies = [s.by_drafter[name] for s in steps if name in s.by_drafter]
+    total = sum(getattr(t, trials) for t in tallies)
+    return sum(getattr(t, hits) for t in tallies) / total if total else None
 
 
 def _verdict(rewards: Sequence[float]) -> dict[str, Any]:

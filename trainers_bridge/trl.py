@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,28 +26,26 @@ from rollout.job_config import JobConfig
 from rollout.policy.source import load_policy
 from rollout.policy.weights import HEAD
 from rollout.progress import Progress, say
-from rollout.settings import load_config, to_plain
+from rollout.settings import load_config
 from rollout.tracking.jsonl import read_jsonl
 from rollout.tracking.recorder import COMPLETIONS, ROUNDS
 from rollout.tracking.tracker import Tracker
 from trainers_bridge.allocator import keep_freed_memory
 from trainers_bridge.config import TaskConfig, TrainerConfig
 from trainers_bridge.contract import IncompleteRolloutError, RolloutClient
+from trainers_bridge.looped.agreement import loop_overlaps
 from trainers_bridge.looped.configuration import DISTILLATION_WEIGHT
 from trainers_bridge.looped.model import OuroForCausalLM
 from trainers_bridge.rollouts import TrainerRollouts
-from trainers_bridge.summary import StepResult, summarize
+from trainers_bridge.summary import DraftTally, StepResult, summarize
 from trainers_bridge.tasks.registry import Task, build_task
+from trainers_bridge.watch import STEPS, StepWatch
 
 log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
 TRAINER_FOLDER = "trainer"
 """Within the run's folder: the trainer's own files, its checkpoints among them."""
-
-STEPS = "steps"
-"""Kind of the journal's records of trainer steps: the fields of ``StepResult``, plus ``reward`` and
-``optimize_s``."""
 
 
 def make_rollout_func(
@@ -99,6 +97,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
         first_call=earlier.calls,
         first_round=earlier.rounds,
         folder=folder,
+        probe=loop_overlaps,
     )
     with Progress("training", total=config.steps) as progress:
         progress.advance(len(earlier.steps))
@@ -169,17 +168,21 @@ def earlier_run(folder: Path) -> EarlierRun:
             )
         return EarlierRun()
     last = int(found.rpartition("-")[2])
-    names = [f.name for f in fields(StepResult)]
-    steps = tuple(
-        StepResult(**{**{n: line[n] for n in names}, "rewards": tuple(line["rewards"])})
-        for step, line in sorted(by_step.items())
-        if step <= last
-    )
+    steps = tuple(_step_result(line) for step, line in sorted(by_step.items()) if step <= last)
     return EarlierRun(
         checkpoint=found,
         steps=steps,
         calls=1 + max((line["rollout_step"] for line in read_jsonl(folder, COMPLETIONS)), default=-1),
         rounds=sum(1 for _ in read_jsonl(folder, ROUNDS)),
+    )
+
+
+def _step_result(line: Mapping[str, Any]) -> StepResult:
+    """Return the step that a line of the journal tells of."""
+    tallies = {name: DraftTally(**tally) for name, tally in line["by_drafter"].items()}
+    names = [f.name for f in fields(StepResult)]
+    return StepResult(
+        **{**{n: line[n] for n in names}, "rewards": tuple(line["rewards"]), "by_drafter": tallies}
     )
 
 
@@ -230,7 +233,7 @@ def build_trainer(
     config: TrainerConfig,
     rollouts: TrainerRollouts,
     folder: Path,
-    watch: "StepWatch",
+    watch: StepWatch,
 ) -> Any:
     """Return a ``GRPOTrainer`` that draws its samples from ``rollouts`` and reports to ``watch``."""
     if config.threads:
@@ -299,91 +302,6 @@ def reward_function(task: Task) -> Callable[..., list[float]]:
 def text_of(completion: Any) -> str:
     """Return a completion's text, whether TRL wrapped it in a message or not."""
     return completion if isinstance(completion, str) else str(completion[0]["content"])
-
-
-class StepWatch(TrainerCallback):  # type: ignore[misc]
-    """Times trainer steps, keeps their rewards, reports each, and stops the run when its time is over."""
-
-    def __init__(
-        self,
-        rollouts: TrainerRollouts,
-        *,
-        config: TrainerConfig,
-        tracker: Tracker,
-        progress: Progress | None = None,
-    ) -> None:
-        self.steps: list[StepResult] = []
-        self.stopped_by = "steps"
-        self._rollouts, self._config, self._tracker, self._progress = rollouts, config, tracker, progress
-        self._rewards: list[float] = []
-        self._counts = {"drafted_tokens": 0, "accepted_tokens": 0, "tokens": 0}
-        self._started_s = self._step_started_s = time.perf_counter()
-
-    def rewards(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
-        """Return ``reward``, overheard."""
-
-        def overheard(**kwargs: Any) -> list[float]:
-            values = reward(**kwargs)
-            self._rewards += values
-            for name in ("drafted_tokens", "accepted_tokens"):
-                self._counts[name] += sum(kwargs[name])
-            self._counts["tokens"] += sum(map(len, kwargs["completion_ids"]))
-            return values
-
-        overheard.__name__ = "task_reward"
-        return overheard
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._started_s = self._step_started_s = time.perf_counter()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the step's clock."""
-        self._step_started_s = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the step: keep it, report it, and ask for a stop when ``max_minutes`` are over."""
-        now_s = time.perf_counter()
-        spent = self._rollouts.clock.take()
-        result = StepResult(
-            step=int(state.global_step),
-            policy_version=self._rollouts.policy_version or 0,
-            rewards=tuple(self._rewards),
-            step_s=now_s - self._step_started_s,
-            generate_s=spent.generate_s,
-            weight_sync_s=spent.weight_sync_s,
-            mismatch_s=spent.mismatch_s,
-            **self._counts,
-        )
-        self._rewards = []
-        self._counts = dict.fromkeys(self._counts, 0)
-        self.steps.append(result)
-        self._report(result, spent.gauges)
-        limit_s = self._config.max_minutes * 60
-        if limit_s and now_s - self._started_s >= limit_s:
-            control.should_training_stop = True
-            if result.step < self._config.steps:
-                self.stopped_by = "time"
-
-    def _report(self, result: StepResult, gauges: dict[str, float]) -> None:
-        self._tracker.record(STEPS, step_fields(result))
-        values = {
-            "reward/mean": result.reward,
-            "trainer/step_s": result.step_s,
-            "trainer/generate_s": result.generate_s,
-            "trainer/weight_sync_s": result.weight_sync_s,
-            "trainer/mismatch_s": result.mismatch_s,
-            "trainer/optimize_s": result.optimize_s,
-        }
-        self._tracker.log({**values, **gauges}, clock="trainer/step", at=result.step)
-        if self._progress is not None:
-            took = f"step {result.step_s:.1f} s of which rollouts {result.generate_s:.1f} s"
-            self._progress.advance(note=f"reward {result.reward:.3f}, {took}")
-
-
-def step_fields(result: StepResult) -> dict[str, Any]:
-    """Return the journal's record of one step."""
-    return {**to_plain(result), "reward": result.reward, "optimize_s": result.optimize_s}
 
 
 def told(summary: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ Published folders bring remote code for an older transformers; their ``config.js
 What of it is computed, and what is refused, is decided in ``families.py``.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -15,6 +15,8 @@ class OuroConfig(PretrainedConfig):  # type: ignore[misc]
     """Fields and defaults as published with Ouro-1.4B; others of a file are kept as attributes."""
 
     model_type = MODEL_TYPE
+    auto_map: ClassVar[dict[str, str]] = {}
+    """Trainers that load a second copy ask every config they do not know for it. No field: never written."""
 
     vocab_size: int = 49152
     hidden_size: int = 2048

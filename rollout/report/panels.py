@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from rollout.report.drift import first_drafts, loop_overlap
 from rollout.report.journal import Journal
 from rollout.report.panel import Panel
 from rollout.report.rounds import (
@@ -28,6 +29,8 @@ PANELS: tuple[Callable[[Journal], Panel], ...] = (
     makespan_by_step,
     acceptance_by_position,
     acceptance_over_steps,
+    first_drafts,
+    loop_overlap,
     decisions,
     predicted_against_measured,
     lengths,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from controller.types import RoundFacts, RoundLoad, RoundPlan
 from rollout.settings import to_plain
 from rollout.tracking.control_log import ControlLogs
-from rollout.tracking.reduce import RolloutPool, completion_record, round_gauges
+from rollout.tracking.reduce import AcceptanceCounts, RolloutPool, completion_record, round_gauges
 from rollout.tracking.tracker import Tracker
 from rollout.types import Completion
 
@@ -64,6 +64,11 @@ class RolloutRecorder:
     def event(self, name: str, **fields: Any) -> None:
         """Journal something that happened once."""
         self._tracker.record(EVENTS, {"event": name, **fields})
+
+    @property
+    def acceptance_by_drafter(self) -> Mapping[str, AcceptanceCounts]:
+        """What verification said since the last rollout step, by drafter."""
+        return self._pool.acceptance_by_drafter
 
     def step(
         self, rollout_step: int, *, wall_s: float, more: Mapping[str, float] | None = None

@@ -45,6 +45,14 @@ class AcceptanceCounts:
         self.decided_by_position.update(range(decided))
         self.accepted_by_position.update(range(outcome.accepted))
 
+    def add_all(self, others: "AcceptanceCounts") -> None:
+        """Count what ``others`` has counted."""
+        self.drafts += others.drafts
+        self.drafted += others.drafted
+        self.accepted += others.accepted
+        self.decided_by_position.update(others.decided_by_position)
+        self.accepted_by_position.update(others.accepted_by_position)
+
     @property
     def rate(self) -> float:
         """Accepted share of all draft tokens; 0 when there were none."""

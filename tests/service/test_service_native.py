@@ -34,6 +34,17 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
     )
 
 
+@pytest.fixture(scope="module")
+def looped_spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    folder: Path = tmp_path_factory.mktemp("policy") / "looped"
+    save_tiny_folder(folder, "ouro")
+    return EngineSpec(
+        policy=PolicyConfig(source=str(folder)),
+        engine=EngineConfig(max_batch=8, max_context_tokens=256, threads=1),
+        drafter=DrafterConfig(names=("shallow_loop_2", "wavefront")),
+    )
+
+
 def requests(tokens: int) -> list[Request]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8, top_p=0.9)
     return [
@@ -63,7 +74,10 @@ def exact(completion) -> tuple[tuple[int, float], ...]:
     return tuple((t.token_id, t.scaled_logprob) for t in completion.tokens)
 
 
-def test_a_host_killed_while_drafting_changes_no_token_and_no_logprob(spec, start):
+@pytest.mark.parametrize("drafter", ["w4", "shallow_loop_2", "wavefront"])
+def test_a_host_killed_while_drafting_changes_no_token_and_no_logprob(drafter, spec, looped_spec, start):
+    if drafter != "w4":
+        spec = replace(looped_spec, controller=ControllerConfig(kind="fixed", drafter=drafter, gamma=3))
     asked = requests(220)
     expected = plain_text(spec, asked)
     client = start(spec, hosts=2, flush_s=0.0)

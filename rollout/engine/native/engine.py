@@ -471,6 +471,7 @@ class NativeEngine:
         """Free everything; running requests are dropped."""
         for sequence in (*self._scheduler.waiting, *self._scheduler.running.values()):
             self._scheduler.remove(sequence)
+        self._wavefront.clear()
         self._scheduler.prefix.clear()
 
 

@@ -287,12 +287,24 @@ def test_the_door_to_the_trainers_names_what_is_missing() -> None:
         bridge(dataclasses.replace(job, trainer={"kind": "os.path"}))
 
 
+def test_an_experiment_makes_several_choices_and_what_is_asked_beside_it_wins() -> None:
+    job = compose_job("run", ["experiment=looped"])
+    assert job.policy.source == "looped"
+    assert job.drafter.names == ("shallow_loop_1", "shallow_loop_2", "wavefront", "history")
+    assert (job.task["kind"], job.controller.kind) == ("exercises", "auto")
+    assert job.trainer["loop_distillation_weight"] > 0
+    other = compose_job("run", ["experiment=looped", "drafter=none", "trainer.steps=3", "seed=4"])
+    assert (other.drafter.names, other.trainer["steps"], other.seed) == ((), 3, 4)
+    assert other.policy == job.policy
+
+
 def test_every_choice_of_every_group_composes_and_loads() -> None:
     choices = group_choices()
     assert set(choices) == {
         "controller",
         "drafter",
         "engine",
+        "experiment",
         "policy",
         "service",
         "task",

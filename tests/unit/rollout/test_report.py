@@ -22,6 +22,7 @@ from rollout.errors import ConfigError
 from rollout.job_config import JobConfig, ReportConfig
 from rollout.jobs.report import main, newest_run
 from rollout.report.build import build, build_all, page
+from rollout.report.drift import first_drafts, loop_overlap
 from rollout.report.journal import JournalError, read_journal
 from rollout.report.panel import Panel, tints
 from rollout.report.panels import PANELS
@@ -42,6 +43,8 @@ TITLES = (
     "Makespan by rollout step",
     "Acceptance by position",
     "Acceptance over trainer steps",
+    "First drafts kept over trainer steps",
+    "Agreement of loops over trainer steps",
     "Gamma, drafter and batch over time",
     "Predicted against measured round time",
     "Lengths",
@@ -148,6 +151,7 @@ def run_dir(tmp_path: Path) -> Path:
         tracker.record("steps", line)
         found = {"logprob_abs_mean": 0.004, "logprob_abs_max": 0.06, "kl": 2e-5 * (step + 1), "tokens": 40.0}
         charted = {f"trainer/mismatch_{name}": value for name, value in found.items()}
+        charted |= {f"trainer/loop_overlap_{depth}": 0.6 + 0.1 * depth + 0.01 * step for depth in (1, 2)}
         tracker.log(charted, clock="trainer/step", at=step + 1)
     recorder.event("run_ended", verdict=0)
     tracker.finish()
@@ -226,6 +230,27 @@ def test_acceptance_counts_only_blocks_that_drafted_a_position(tmp_path: Path) -
     body = acceptance_by_position(read_journal(tmp_path)).body
     assert "w4, position 1: 2 of 3" in body
     assert "w4, position 2: 1 of 1" in body
+
+
+def test_first_drafts_are_told_by_version_and_without_those_a_limit_cut_off(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path, run_id="r")
+    for version, kept in ((1, (2, 0, 0)), (2, (1, 2, 0))):
+        record = _round(version, version=version, batch=3, gamma=2, rng=random.Random(0))
+        outcomes = tuple(
+            replace(o, accepted=accepted, censored=o.key == 2)
+            for o, accepted in zip(record.facts.outcomes, kept, strict=True)
+        )
+        RolloutRecorder(tracker).rounds([replace(record, facts=replace(record.facts, outcomes=outcomes))])
+    body = first_drafts(read_journal(tmp_path)).body
+    assert "w4, version 1: 1 of 2" in body
+    assert "w4, version 2: 2 of 2" in body
+    assert "w4 (3 of 4)" in body
+
+
+def test_the_agreement_of_loops_is_drawn_by_depth(run_dir: Path) -> None:
+    panel = loop_overlap(read_journal(run_dir))
+    assert "step 2: depth 1, 0.710" in panel.body
+    assert "depth 1: 0.700 -> 0.720; depth 2: 0.800 -> 0.820" in panel.note
 
 
 def test_the_tail_starts_when_a_quarter_is_left(run_dir: Path) -> None:

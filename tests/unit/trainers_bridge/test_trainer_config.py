@@ -2,6 +2,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rollout.errors import ConfigError
 from rollout.paths import config_dir
 from rollout.settings import load_config
 from trainers_bridge.config import TaskConfig, TrainerConfig
-from trainers_bridge.summary import StepResult, quarter, summarize
+from trainers_bridge.summary import DraftTally, StepResult, quarter, summarize
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,8 @@ def _steps(rewards: list[float]) -> list[StepResult]:
             drafted_tokens=20,
             accepted_tokens=15,
             tokens=60,
+            ids_digest=f"{i:02x}",
+            by_drafter={"w4": DraftTally(drafted=20, accepted=15, first_decided=5, first_kept=5 - i % 2)},
         )
         for i, r in enumerate(rewards)
     ]
@@ -119,3 +122,22 @@ def test_the_summary_splits_the_time_and_pools_acceptance(tmp_path: Path) -> Non
     assert summary["accept_rate"] == 0.75
     assert summary["tokens_per_s"] == 20.0
     json.dumps(summary, allow_nan=False)
+
+
+def test_the_summary_tells_every_drafters_acceptance_over_the_steps() -> None:
+    steps = _steps([0.1] * 8)
+    other = DraftTally(drafted=8, accepted=2, first_decided=0, first_kept=0)
+    steps[3] = replace(steps[3], by_drafter={**steps[3].by_drafter, "history": other})
+    told = summarize(steps, stopped_by="steps", total_s=81.0)["drafters"]
+    assert told["w4"] == {
+        "drafted": 160,
+        "accepted": 120,
+        "accept_rate_by_step": [0.75] * 8,
+        "first_draft_kept": {"first_quarter": 0.9, "last_quarter": 0.9, "by_step": [1.0, 0.8] * 4},
+    }
+    assert told["history"] == {
+        "drafted": 8,
+        "accepted": 2,
+        "accept_rate_by_step": [None, None, None, 0.25, None, None, None, None],
+        "first_draft_kept": {"first_quarter": None, "last_quarter": None, "by_step": [None] * 8},
+    }
