@@ -200,8 +200,8 @@ def test_drafts_that_are_sampled_report_their_distributions_pass_by_pass(verify:
 
 
 def test_the_torch_decoder_drafts_pass_by_pass() -> None:
-    engine = tiny_engine(tiny_looped_policy(), [build("shallow_loop_1", DrafterConfig())])
-    with decoding(engine) as requests:
+    engine = tiny_engine(tiny_looped_policy(layers=1), [build("shallow_loop_1", DrafterConfig())])
+    with decoding(engine, prompts=1) as requests:
         assert refuses(engine, "shallow_loop_1", requests)
 
 
