@@ -37,6 +37,13 @@ class Bounds:
         """What limits it."""
         return "bytes" if self.bytes_s >= self.flops_s else "flops"
 
+    def at(self, peaks: Peaks, *, computed_at: Peaks) -> "Bounds":
+        """Return the bounds of the same work at other peaks than it was computed at."""
+        return Bounds(
+            bytes_s=self.bytes_s * computed_at.read_bytes_per_s / peaks.read_bytes_per_s,
+            flops_s=self.flops_s * computed_at.flops_per_s / peaks.flops_per_s,
+        )
+
 
 def bounds(
     shape: PartShape,

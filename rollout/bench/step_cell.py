@@ -99,6 +99,9 @@ class Visit:
     bounds: Mapping[Kind, Bounds]
     """Of one round or pass, at the memory speed of this visit."""
 
+    peaks: Peaks
+    """What a plain round's bounds were computed from."""
+
     choosing_s: Mapping[Kind, float]
     """Seconds of choosing as many tokens as a round of that kind does."""
 
@@ -188,6 +191,7 @@ class StepCell:
         visit = Visit(
             timings=timings,
             bounds={kind: self._bounds(kind, t, memory) for kind, t in timings.items()},
+            peaks=Peaks(read_bytes_per_s=memory, flops_per_s=self.rate_of(POLICY)),
             choosing_s=choosing_s,
         )
         self.visits.append(visit)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rollout.bench.bound import Bounds
+from rollout.bench.bound import Bounds, Peaks
 from rollout.bench.cliffs import SpeedPoint, find_cliffs
 from rollout.bench.result import SCHEMA, Json
 from rollout.bench.step_cell import DRAFT, PLAIN, Kind, StepCell, Visit
@@ -18,7 +18,7 @@ def steps_result(
     """Return everything as plain data. ``ending`` is why no more visits were made; None: it still runs."""
     seen = [cell for cell in cells if cell.visits]
     ratios = [ratio for cell in cells for ratio in cell.ratios]
-    speeds = [speed_point(cell) for cell in seen]
+    speeds = speed_points(seen)
     return {
         "schema": SCHEMA,
         "workload": "steps",
@@ -62,17 +62,30 @@ def steps_result(
     }
 
 
-def speed_point(cell: StepCell) -> SpeedPoint:
-    """Return a cell's plain decoding and what its bounds allow: medians over the visits every cell gets.
+def speed_points(cells: Sequence[StepCell]) -> list[SpeedPoint]:
+    """Return each cell's plain decoding and what its bounds allow: medians over the visits every cell gets.
 
-    Cells with open claims are visited more often, and later, on a machine that may have changed.
+    Cells with open claims are visited more often, and later, on a machine that may have changed. Bounds are
+    all taken at one memory speed and one rate, so that they differ by the work alone.
     """
+    seen = [visit for cell in cells for visit in cell.visits[: cell.min_visits]]
+    if not seen:
+        return []
+    peaks = Peaks(
+        read_bytes_per_s=statistics.median(visit.peaks.read_bytes_per_s for visit in seen),
+        flops_per_s=max(visit.peaks.flops_per_s for visit in seen),
+    )
+    return [_speed_point(cell, peaks) for cell in cells]
+
+
+def _speed_point(cell: StepCell, peaks: Peaks) -> SpeedPoint:
     visits = cell.visits[: cell.min_visits]
+    bound_s = statistics.median(v.bounds[PLAIN].at(peaks, computed_at=v.peaks).seconds for v in visits)
     return SpeedPoint(
         batch=cell.batch,
         context_tokens=cell.context_tokens,
         tokens_per_s=cell.batch / statistics.median(v.cost_s(PLAIN) for v in visits),
-        bound_tokens_per_s=cell.batch / statistics.median(v.bounds[PLAIN].seconds for v in visits),
+        bound_tokens_per_s=cell.batch / bound_s,
     )
 
 

@@ -50,6 +50,12 @@ def test_several_forwards_read_the_weights_several_times() -> None:
     assert one.bound_by == "bytes"
 
 
+def test_bounds_move_to_other_peaks_as_if_computed_there() -> None:
+    faster = Peaks(read_bytes_per_s=300.0, flops_per_s=250.0)
+    work = {"rows": 6, "read_tokens": 50, "context_tokens": 300}
+    assert bounds(SHAPE, PEAKS, **work).at(faster, computed_at=PEAKS) == bounds(SHAPE, faster, **work)
+
+
 # ---- cliffs ---------------------------------------------------------------------------------------
 
 
@@ -138,6 +144,7 @@ def visit() -> Visit:
     return Visit(
         timings={kind: Timings(seconds=s, rows=1.0, verify_s=s) for kind, s in seconds.items()},
         bounds={kind: Bounds(bytes_s=0.008, flops_s=0.009) for kind in seconds},
+        peaks=PEAKS,
         choosing_s={PLAIN: 0.0005, six: 0.001},
     )
 
