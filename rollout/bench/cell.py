@@ -19,7 +19,9 @@ from rollout.bench.summary import RoundSummary
 from rollout.engine.native.memory import EngineMemory
 
 HF = "hf"
-"""Hears what runs now."""
+
+MOST_NAMED = 5
+"""More arms than this are shown as a number while they run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,7 +125,8 @@ class Cell:
         return before, ours, [name for name in others if name not in before]
 
     def _in_lockstep(self, names: list[str], note: Note) -> dict[str, Timed]:
-        note(f"{self.prefix}{', '.join(names)}: repetition {self.repetitions + 1}")
+        shown = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} arms"
+        note(f"{self.prefix}{shown}: repetition {self.repetitions + 1}")
         runs = self.arms.together([self.specs[name] for name in names], self.work)
         for name, run in runs.items():
             self.guard.check(name, run.texts)
