@@ -115,7 +115,8 @@ def predict(
     if shapes[drafter].lane_loops:
         forwards_s = work.passes * times.forward_s(drafter, work.batch * work.lanes)
     else:
-        forwards_s = _drafted_s(drafter, work, shapes[drafter], times, loops)
+        drafts = shapes[drafter].rows_per_draft_token > 0
+        forwards_s = _drafted_s(drafter, work, times, drafts=drafts)
     per_token_s = (forwards_s + work.overhead_s) / (work.batch * work.tokens)
     return Prediction(
         arm=arm,
@@ -126,27 +127,24 @@ def predict(
     )
 
 
-def _drafted_s(drafter: str, work: RoundWork, shape: PartShape, times: Prices, loops: int) -> float:
+def _drafted_s(drafter: str, work: RoundWork, times: Prices, *, drafts: bool) -> float:
     """Return the seconds of a round's forwards: drafts, then verification from what they left."""
     every = work.batch * (work.drafted + 1)
-    verify_s = times.forward_s(POLICY, every)
-    if not shape.rows_per_draft_token:
-        return verify_s
-    draft_s = work.drafted * times.forward_s(drafter, work.batch)
-    depth = depth_of(drafter)
-    if depth:
-        # A loop's price, from what the loops beyond the drafter's add. The drafter's own run over the last
-        # draft's rows alone when the others have them done.
-        spared_s = depth * (
-            _loop_s(drafter, every, times, loops) - _loop_s(drafter, work.batch, times, loops)
-        )
-        verify_s -= max(0.0, spared_s)
-    return draft_s + verify_s
+    draft_s = work.drafted * times.forward_s(drafter, work.batch) if drafts else 0.0
+    if depth_of(drafter):
+        fill_s = times.forward_s(fill_of(drafter), work.batch)
+        return draft_s + fill_s + times.forward_s(deep_of(drafter), every)
+    return draft_s + times.forward_s(POLICY, every)
 
 
-def _loop_s(drafter: str, rows: float, times: Prices, loops: int) -> float:
-    whole_s, shallow_s = times.forward_s(POLICY, rows), times.forward_s(drafter, rows)
-    return max(0.0, (whole_s - shallow_s) / (loops - depth_of(drafter)))
+def fill_of(drafter: str) -> str:
+    """Name the forward that takes rows without a draft's states through a shallow drafter's loops."""
+    return f"{drafter}/fill"
+
+
+def deep_of(drafter: str) -> str:
+    """Name the forward of the loops beyond a shallow drafter's, and the head."""
+    return f"{drafter}/deep"
 
 
 def depth_of(drafter: str) -> int:

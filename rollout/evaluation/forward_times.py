@@ -9,8 +9,9 @@ Shapes: M rows, D hidden.
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,10 +24,14 @@ from rollout.engine.native.pages import pages_for
 from rollout.engine.native.pass_clock import wait_for
 from rollout.engine.native.rows import RowBatch
 from rollout.errors import CapacityError
-from rollout.evaluation.cost_law import depth_of
+from rollout.evaluation.cost_law import deep_of, depth_of, fill_of
 
 CALLS = 4
 """Timed in a row, so that they find the caches as a run's rounds do."""
+
+PAUSE_S = 0.0003
+"""Before each call, busy: the kernels' threads fall asleep meanwhile, as they do between a round's forwards,
+and waking them is part of what a forward takes there."""
 
 
 class ForwardTimes:
@@ -56,13 +61,19 @@ class ForwardTimes:
     def sample(self, parts: Sequence[str]) -> None:
         """Time every part at all rows, a few times after a call that does not count; only when idle."""
         for part in parts:
-            for rows in self._rows:
-                try:
-                    self._taken_s(part, rows)
-                except CapacityError:
-                    break  # more rows need more pages still
-                taken_s = [self._taken_s(part, rows) for _ in range(CALLS)]
-                self.seconds.setdefault((part, rows), []).extend(taken_s)
+            self._sample(part, partial(self._taken_s, part))
+            depth = depth_of(part)
+            if depth:
+                self._sample(fill_of(part), partial(self._fill_s, depth))
+                self._sample(deep_of(part), partial(self._deep_s, depth))
+
+    def _sample(self, part: str, taken_s: Callable[[int], float]) -> None:
+        for rows in self._rows:
+            try:
+                taken_s(rows)
+            except CapacityError:
+                break  # more rows need more pages still
+            self.seconds.setdefault((part, rows), []).extend(taken_s(rows) for _ in range(CALLS))
 
     def forward_s(self, part: str, rows: float) -> float:
         """Return the seconds of one forward of ``rows`` rows. Raises ``KeyError`` for a part never timed."""
@@ -79,14 +90,32 @@ class ForwardTimes:
             heads = max(1, round(self._lane_heads * rows))
             lanes = replace(batch, head_rows_R=batch.head_rows_R[:heads])
             states_MD = decoder.embed(batch.token_ids_M)
+            _pause()
             started = time.perf_counter()
             return _computing_s(decoder.advance(states_MD, lanes, self._storage, loop_M=loop_M), started)
         depth = decoder.spec.loops if part == POLICY else depth_of(part)
+        _pause()
         if depth:
             started = time.perf_counter()
             return _computing_s(decoder.forward(batch, self._storage, loops=range(depth)), started)
         sequences = min(rows, self._concurrency)
         return self._engine.time_forward(part, rows=rows, context_tokens=self._context, sequences=sequences)
+
+    def _fill_s(self, depth: int, rows: int) -> float:
+        """Return the seconds of the first loops without the head."""
+        batch = replace(self._batch(rows), head_rows_R=torch.empty(0, dtype=torch.int32))
+        _pause()
+        started = time.perf_counter()
+        return _computing_s(self._decoder.forward(batch, self._storage, loops=range(depth)), started)
+
+    def _deep_s(self, depth: int, rows: int) -> float:
+        """Return the seconds of the loops beyond, from given states, and the head."""
+        batch, loops = self._batch(rows), range(depth, self._decoder.spec.loops)
+        states_MD = self._decoder.embed(batch.token_ids_M)
+        _pause()
+        started = time.perf_counter()
+        result = self._decoder.forward(batch, self._storage, loops=loops, hidden_MD=states_MD)
+        return _computing_s(result, started)
 
     def _batch(self, rows: int) -> RowBatch:
         """Return rows spread over as many sequences as there are, each at the context's end."""
@@ -99,6 +128,12 @@ class ForwardTimes:
             page_table_SP=self._table_SP,
             head_rows_R=row_M,
         )
+
+
+def _pause() -> None:
+    until_s = time.perf_counter() + PAUSE_S
+    while time.perf_counter() < until_s:
+        pass
 
 
 def _computing_s(result: ForwardResult, started_s: float) -> float:

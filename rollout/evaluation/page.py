@@ -15,9 +15,9 @@ Data = Mapping[str, Any]
 def evaluation_page(data: Data) -> str:
     """Return the page as HTML."""
     panels = [
+        goals(data),
         speed(data),
         predicted_against_measured(data),
-        goals(data),
         latency(data),
         work(data),
         phases(data),
@@ -38,6 +38,7 @@ def _headline(data: Data) -> str:
     failed = sum(not f["passed"] for f in data["findings"])
     count = len(data["findings"])
     verdict = f"DIFFERENT: {failed} of {count} checks failed" if failed else f"Equal: {count} checks passed"
+    verdict = verdict if count else "NOT RUN: nothing could be checked"
     ended = f"ended by {data['ending']}" if data["complete"] else "NOT COMPLETE"
     return f"{verdict}. {data['seconds']:.0f} s, {ended}."
 

@@ -41,7 +41,7 @@ def evaluation_result(
     )
     return {
         **data,
-        "verdict": "different" if found.failed else "equal",
+        "verdict": "different" if found.failed else "equal" if found.findings else "not run",
         "seconds": seconds,
         "findings": [asdict(f) for f in found.findings],
         "goals": [asdict(goal) for goal in all_goals(measured, loops=sweep.loops)],

@@ -250,6 +250,9 @@ class _Evaluation:
             return
         self.note("choosing questions")
         sweep = self.found.sweep = self._planned()
+        if not sweep.spots:
+            say("sweep: not run, for nothing that was asked for can be measured: see left_out")
+            return
         gc.freeze()  # what lives until the end need not be walked before every run
         problem = ""
         try:
@@ -264,7 +267,7 @@ class _Evaluation:
         except TextDiffersError as error:
             self.ending, problem = "another text", str(error)
         runs = sum(sum(s.cell.guard.runs_by_arm.values()) for s in sweep.spots)
-        spots = ", ".join(s.prefix.rstrip("_") for s in sweep.spots) or "nowhere"
+        spots = ", ".join(s.prefix.rstrip("_") for s in sweep.spots)
         yield Finding(
             part="sweep",
             name="every timed run gave plain decoding's texts",
@@ -338,16 +341,16 @@ class _Evaluation:
             # Trials are a fixed number, so nearly every ratio could be known better: the intervals say it.
             sys.stdout.write(speed_table({**data, "undecided": []}) + _goal_lines(data))
         failed, count = self.found.failed, len(self.found.findings)
-        verdict = (
-            f"DIFFERENT: {len(failed)} of {count} checks failed"
-            if failed
-            else f"equal: all {count} checks passed"
-        )
+        verdict = f"equal: all {count} checks passed"
+        if failed:
+            verdict = f"DIFFERENT: {len(failed)} of {count} checks failed"
+        elif not count:
+            verdict = "NOT RUN: nothing could be checked"
         where = f"{os.path.relpath(self.out)}, {os.path.relpath(html)}"
         sys.stdout.write(f"{verdict} ({data['seconds']:.0f} s; {self.ending}), details in {where}\n")
         for finding in failed:
             sys.stdout.write(f"{finding.line()}\n")
-        return DIFFERENT if failed else EQUAL
+        return EQUAL if data["verdict"] == "equal" else DIFFERENT
 
 
 def _goal_lines(data: Json) -> str:

@@ -289,6 +289,15 @@ def test_a_policys_own_prompts_are_asked_where_its_folder_has_some(looped: Path,
     assert {name.split("/")[1] for name in asked} <= {"0", "1", "2", "3"}
 
 
+def test_where_nothing_can_be_checked_the_verdict_is_no_yes(looped: Path, tmp_path: Path) -> None:
+    """No text of the tiny policy has as many tokens as its context."""
+    job = job_of(looped, tmp_path, parts=("sweep",), drafters=("wavefront",), lengths=(250,))
+    assert evaluate.main(job) == 1
+    data = result_of(tmp_path)
+    assert (data["verdict"], data["findings"]) == ("not run", [])
+    assert {spot["reason"] for spot in data["left_out"]} == {"only 0 texts have 250 tokens and do not echo"}
+
+
 # ---- what is refused ------------------------------------------------------------------------------
 
 

@@ -124,7 +124,8 @@ def work(*, tokens: float, drafted: float = 0.0, passes: float = 0.0, token_s: f
 
 def test_where_only_loops_cost_anything_the_prediction_is_the_laws(engine: NativeEngine) -> None:
     """S = D (1 + a) / (d (K + 1) + D - d), with one second a loop."""
-    times = times_of(engine, {POLICY: LOOPS, "shallow_loop_1": 1.0})
+    parts = {"shallow_loop_1": 1.0, "shallow_loop_1/fill": 1.0, "shallow_loop_1/deep": LOOPS - 1.0}
+    times = times_of(engine, {POLICY: LOOPS, **parts})
     found = predict(
         "arm",
         "shallow_loop_1",
@@ -196,13 +197,13 @@ def test_averages_of_rounds_are_over_those_that_decode() -> None:
 
 def test_forwards_are_timed_at_the_rows_rounds_have(engine: NativeEngine) -> None:
     assert timed_rows(8, (1, 4), most_lanes=2) == (1, 4, 8, 16, 40)
-    decoder = tiny_decoder(tiny_looped_policy(vocab=40))
-    times = ForwardTimes(engine, decoder, concurrency=2, context_tokens=4, rows=(1, 2, 5))
-    for _ in range(2):
-        times.sample([POLICY, "shallow_loop_1", "wavefront"])
-    assert {rows for _, rows in times.seconds} == {1, 2, 5}
-    assert all(len(taken) == 8 and min(taken) > 0 for taken in times.seconds.values())
-    assert times.forward_s("shallow_loop_1", 3) < times.forward_s(POLICY, 3)
+    decoder = tiny_decoder(tiny_looped_policy(vocab=40, layers=1))
+    times = ForwardTimes(engine, decoder, concurrency=2, context_tokens=4, rows=(1, 4))
+    times.sample([POLICY, "shallow_loop_1", "wavefront"])
+    timed = {POLICY, "shallow_loop_1", "shallow_loop_1/fill", "shallow_loop_1/deep", "wavefront"}
+    assert set(times.seconds) == {(part, rows) for part in timed for rows in (1, 4)}
+    assert all(len(taken) == 4 and min(taken) > 0 for taken in times.seconds.values())
+    assert min(times.forward_s(part, 3) for part in (POLICY, "shallow_loop_1", "wavefront")) > 0
     with pytest.raises(KeyError):
         times.forward_s("nobody", 1)
 
