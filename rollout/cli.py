@@ -53,6 +53,17 @@ COMMANDS = {
         "Exit code 0: all the same; 1: a difference was found and is shown.",
         examples=("taildraft verify policy=smollm2", "taildraft verify cut=true out=verify.json"),
     ),
+    "evaluate": Command(
+        summary="compare drafts with plain decoding: exactness, laws, speed",
+        details="Reused states against a serial forward, free texts, sampling laws, then a sweep of draft\n"
+        "length, concurrency and length in interleaved trials; one JSON and one HTML page. Exit code 0: all\n"
+        "equal; 1: a difference was found and is shown. Speed stands beside its goals and decides nothing.",
+        examples=(
+            "taildraft evaluate policy=looped",
+            "taildraft evaluate policy=looped parts=[sweep] drafters=[wavefront] concurrencies=[1]",
+            "taildraft evaluate policy=smollm2 out=evaluate.json html=evaluate.html max_minutes=10",
+        ),
+    ),
     "bench": Command(
         summary="measure against plain decoding and other engines",
         details="Arms are interleaved and compared pair by pair; out=FILE writes one JSON with all\n"
@@ -128,6 +139,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
         try:
             check_names(job.drafter.names)
             check_names(job.verify.drafters, path="verify.drafters")
+            check_names(job.evaluate.drafters, path="evaluate.drafters")
         except ValueError as error:
             raise ConfigError(str(error)) from error
         check_source(job.policy)

@@ -58,6 +58,84 @@ class VerifyConfig:
                 raise ConfigError(f"verify.{name} must name something")
 
 
+EvaluationPart = Literal["chains", "generation", "laws", "sweep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """What ``taildraft evaluate`` tries on a policy, and for how long."""
+
+    out: str | None = None
+    """Write the result here, as JSON; None: ``evaluate.json`` in the run's folder."""
+
+    html: str | None = None
+    """Write the page here; None: ``evaluate.html`` in the run's folder."""
+
+    cut: bool = False
+    """The short version: fewer texts, draws and trials, one length."""
+
+    parts: tuple[EvaluationPart, ...] = ("chains", "generation", "laws", "sweep")
+    """``chains``: states, keys, values and logits of reused drafts against a serial forward of full depth;
+    ``generation``: free texts against plain decoding; ``laws``: what is sampled on small vocabularies;
+    ``sweep``: speed. The exit code is the verdict of the first three, and of the sweep's equal texts."""
+
+    drafters: tuple[str, ...] = ()
+    """Empty: ``shallow_loop_1`` to ``_3`` and ``wavefront`` for a looped policy, ``w4`` and ``history`` for
+    any other."""
+
+    gammas: tuple[int, ...] = (1, 2, 4, 8)
+    """Draft tokens; of ``wavefront`` lanes beyond the first, as far as its pipeline has any."""
+
+    concurrencies: tuple[int, ...] = (1, 8)
+    """Of the sweep: sequences in the engine at once."""
+
+    lengths: tuple[int, ...] = (32, 96)
+    """Of the sweep: new tokens of every row."""
+
+    rows: int = 8
+    """Of the sweep: texts per trial, or the concurrency if that is more. Fewer where time is short."""
+
+    trials: int = 5
+    """Of the sweep: interleaved runs of every arm of a cell. Fewer where time is short, and said so."""
+
+    chains: int = 4
+    """Fixed chains, and the new tokens of each."""
+
+    chain_tokens: int = 24
+    texts: int = 24
+    """Of ``generation``, per drafter and gamma."""
+
+    max_tokens: int = 40
+    """Most new tokens of such a text on average; fewer where it would take more than a third of the time."""
+
+    draws: int = 2000
+    """Of ``laws``: samples per drafter and kind of filter."""
+
+    temperature: float = 1.0
+    """Of the sweep."""
+
+    max_minutes: float = 4.5
+    """What the whole is sized for. No trial starts that would end later; nothing is cut off at it."""
+
+    def __post_init__(self) -> None:
+        check_settings(
+            "evaluate",
+            self,
+            positive=("max_minutes",),
+            rows=1,
+            trials=2,
+            chains=1,
+            chain_tokens=2,
+            texts=1,
+            max_tokens=2,
+            draws=100,
+        )
+        for name in ("parts", "gammas", "concurrencies", "lengths"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values) or not values:
+                raise ConfigError(f"evaluate.{name} must name something, each once, got {list(values)}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchConfig:
     """What ``taildraft bench`` measures."""
@@ -200,6 +278,7 @@ class JobConfig:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = 0

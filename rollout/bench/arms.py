@@ -14,6 +14,7 @@ files texts under, so it cannot look up the answers of an earlier run.
 import gc
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -23,8 +24,10 @@ from controller.config import ControllerConfig
 from controller.decide import build_controller
 from controller.types import AR, POLICY, RoundFacts
 from rollout.bench.pairing import Timed
+from rollout.bench.streams import StreamTimes
 from rollout.bench.summary import RoundSummary
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.memory import EngineMemory
 from rollout.errors import RolloutError
 from rollout.seeds import sample_seed
 from rollout.types import Completion, Request, SamplingParams
@@ -43,7 +46,7 @@ class TextDiffersError(RolloutError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What every arm is asked to do: one sequence per row, all submitted at once."""
+    """What every arm is asked to do: one sequence per row."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
@@ -52,9 +55,15 @@ class Work:
     ignore_eos: bool
     temperature: float
     run_seed: int
+    rows_at_once: int = 0
+    """Rows in the engine at once, the next one submitted as one ends; 0: all."""
+
+    names: tuple[str, ...] = ()
+    """By row, what its seed is made from, so that a row keeps its text in other work; empty: its number."""
 
     def requests(self, *, run: str) -> list[Request]:
         """Return one request per row; ``run`` makes their names unique, seeds depend on the row alone."""
+        names = self.names or [f"bench/{row}" for row in range(len(self.prompts))]
         return [
             Request(
                 prompt_uid=f"{run}/{row}",
@@ -63,11 +72,9 @@ class Work:
                 params=SamplingParams(
                     temperature=self.temperature, max_tokens=most, ignore_eos=self.ignore_eos
                 ),
-                seed=sample_seed(
-                    run_seed=self.run_seed, trainer_step=0, prompt_uid=f"bench/{row}", sample_index=0
-                ),
+                seed=sample_seed(run_seed=self.run_seed, trainer_step=0, prompt_uid=name, sample_index=0),
             )
-            for row, (ids, most) in enumerate(zip(self.prompts, self.max_tokens, strict=True))
+            for row, (ids, most, name) in enumerate(zip(self.prompts, self.max_tokens, names, strict=True))
         ]
 
 
@@ -109,6 +116,10 @@ class Run:
     alarms: int
     """Times the controller's watchdog asked for something: none is expected."""
 
+    streams: StreamTimes
+    memory: EngineMemory
+    """What its engine held after the round that left most KV in use."""
+
 
 class Lane:
     """One run under way: an engine, the arm's drafters, a fresh controller, and the time of its rounds."""
@@ -126,9 +137,13 @@ class Lane:
         for name in spec.drafters:
             self._controller.drafter_built(name, engine.policy_version)
         self._requests = work.requests(run=run)
+        self._waiting = deque(self._requests)
+        self._at_once = work.rows_at_once or len(self._requests)
         self._facts: list[RoundFacts] = []
         self._done: list[Completion] = []
         self._alarms = 0
+        self._streams = StreamTimes()
+        self._memory = engine.memory()
 
     @property
     def busy(self) -> bool:
@@ -136,11 +151,13 @@ class Lane:
         return self._engine.busy
 
     def submit(self) -> None:
-        """Add all rows at once."""
+        """Add as many rows as may be in the engine at once."""
         started = time.perf_counter()
-        for request in self._requests:
+        first = [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
+        for request in first:
             self._engine.add(request)
         self.seconds += time.perf_counter() - started
+        self._streams.submitted([r.key for r in first], at_s=self.seconds)
 
     def step(self) -> None:
         """Run one round."""
@@ -153,7 +170,14 @@ class Lane:
         self._facts.append(outcome.facts)
         self._done.extend(outcome.completions)
         self.committed += outcome.facts.committed
+        following = [self._waiting.popleft() for _ in outcome.completions if self._waiting]
+        for request in following:
+            self._engine.add(request)
         self.seconds += time.perf_counter() - started
+        # What follows is the benchmark's own work, and no part of the run's time.
+        self._streams.round(outcome, at_s=self.seconds)
+        self._streams.submitted([r.key for r in following], at_s=self.seconds)
+        self._memory = max(self._memory, self._engine.memory(), key=_kv_used)
 
     def result(self, *, pace_s: float, lockstep: int) -> Run:
         """Return the finished run."""
@@ -165,6 +189,8 @@ class Lane:
             texts=_texts(self._requests, self._done),
             summary=summary,
             alarms=self._alarms,
+            streams=self._streams,
+            memory=self._memory,
         )
 
 
@@ -184,11 +210,12 @@ class EngineArms:
         """All that can be switched on; the engine must still have them all."""
         self._engines = [engine]
         self._another = another
-        self._calibration = calibration
+        self.calibration = calibration
+        """What ``auto`` starts with in every run."""
         self._runs = 0
 
     def run(self, spec: ArmSpec, work: Work) -> Run:
-        """Submit all rows at once and run until the batch is empty. The engine must be idle."""
+        """Run until the last row has ended. The engine must be idle."""
         return self.together([spec], work)[spec.name]
 
     def together(self, specs: Sequence[ArmSpec], work: Work) -> dict[str, Run]:
@@ -196,7 +223,7 @@ class EngineArms:
         self._runs += 1
         lanes = {
             spec.name: Lane(
-                engine, spec, work, run=f"run{self._runs}-{spec.name}", calibration=self._calibration
+                engine, spec, work, run=f"run{self._runs}-{spec.name}", calibration=self.calibration
             )
             for spec, engine in zip(specs, self._engines_for(specs), strict=True)
         }
@@ -242,6 +269,10 @@ def reference_forwards(engine: NativeEngine) -> list[float]:
     return [
         engine.time_forward(POLICY, rows=1, context_tokens=PACE_CONTEXT_TOKENS) for _ in range(PACE_FORWARDS)
     ]
+
+
+def _kv_used(memory: EngineMemory) -> int:
+    return memory.kv_used
 
 
 def _texts(requests: Sequence[Request], done: Sequence[Completion]) -> tuple[tuple[int, ...], ...]:

@@ -93,7 +93,8 @@ def _conditions(
     job: JobConfig, engine_config: EngineConfig, grids: Sequence[Grid], hf: HfArm | None
 ) -> dict[str, Any]:
     bench = replace(job.bench, out=None, html=None, peers_env=None)
-    plain = to_plain(replace(job, engine=engine_config, bench=bench))
+    evaluate = replace(job.evaluate, out=None, html=None)
+    plain = to_plain(replace(job, engine=engine_config, bench=bench, evaluate=evaluate))
     by_grid = {grid.grid: grid for grid in grids}
     change = offgrid_change(by_grid["on"].policy, by_grid["off"].policy) if len(by_grid) == 2 else None
     return {
@@ -133,11 +134,18 @@ def told(calibration: Calibration) -> dict[str, Any]:
 
 
 def result_path(job: JobConfig) -> Path:
-    """Return where the result goes, its folder made. Raises ``ConfigError`` before anything is measured."""
-    if job.bench.out is None and job.output_dir is None:
-        raise ConfigError("bench.out: no file given, and the job has no folder")
-    out = Path(job.bench.out) if job.bench.out is not None else Path(str(job.output_dir)) / RESULT_FILE
-    return _writable(out, "bench.out")
+    """Return where a benchmark's result goes. Raises ``ConfigError`` before anything is measured."""
+    return writable_path(job, job.bench.out, setting="bench.out", name=RESULT_FILE)
+
+
+def writable_path(job: JobConfig, out: str | None, *, setting: str, name: str) -> Path:
+    """Return ``out``, or ``name`` in the job's folder, its own folder made.
+
+    Raises ``ConfigError``, which begins with ``setting``, where nothing can be written.
+    """
+    if out is None and job.output_dir is None:
+        raise ConfigError(f"{setting}: no file given, and the job has no folder")
+    return _writable(Path(out) if out is not None else Path(str(job.output_dir)) / name, setting)
 
 
 def page_path(job: JobConfig, out: Path) -> Path:

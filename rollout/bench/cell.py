@@ -14,10 +14,14 @@ from rollout.bench.arms import ArmSpec, EngineArms, Run, TextGuard, Work, timed
 from rollout.bench.foreign import Foreign
 from rollout.bench.pairing import PairedRatio, Timed
 from rollout.bench.schedule import Note
+from rollout.bench.streams import StreamTimes
 from rollout.bench.summary import RoundSummary
+from rollout.engine.native.memory import EngineMemory
 
 HF = "hf"
-"""Hears what runs now."""
+
+MOST_NAMED = 5
+"""More arms than this are shown as a number while they run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +50,12 @@ class Cell:
     """Seconds by arm, one per repetition, dropped pairs included."""
 
     summaries: dict[str, list[RoundSummary]] = field(default_factory=dict)
+    streams: dict[str, list[StreamTimes]] = field(default_factory=dict)
+    """By arm of our own; like ``summaries``, one per repetition."""
+
+    memory: dict[str, EngineMemory] = field(default_factory=dict)
+    """By arm of our own, in its last repetition."""
+
     alarms: dict[str, int] = field(default_factory=dict)
     repetitions: int = 0
     guard: TextGuard = field(init=False)
@@ -115,11 +125,14 @@ class Cell:
         return before, ours, [name for name in others if name not in before]
 
     def _in_lockstep(self, names: list[str], note: Note) -> dict[str, Timed]:
-        note(f"{self.prefix}{', '.join(names)}: repetition {self.repetitions + 1}")
+        shown = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} arms"
+        note(f"{self.prefix}{shown}: repetition {self.repetitions + 1}")
         runs = self.arms.together([self.specs[name] for name in names], self.work)
         for name, run in runs.items():
             self.guard.check(name, run.texts)
             self.summaries.setdefault(name, []).append(run.summary)
+            self.streams.setdefault(name, []).append(run.streams)
+            self.memory[name] = run.memory
             self.alarms[name] = self.alarms.get(name, 0) + run.alarms
             self.makespans.setdefault(name, []).append(run.timed.makespan_s)
         return {name: run.timed for name, run in runs.items()}

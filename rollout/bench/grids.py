@@ -9,13 +9,14 @@ import torch
 
 from controller.calibration import Calibration
 from controller.types import AR
+from drafters.config import DrafterConfig
 from rollout.bench.arms import EngineArms
 from rollout.bench.cell import HF
 from rollout.bench.vllm_arm import SPECULATIVE
 from rollout.calibration.store import load_or_calibrate
 from rollout.config import EngineConfig
 from rollout.cores import usable_cores
-from rollout.engine.native.build import engine_of, live_weights
+from rollout.engine.native.build import LiveWeights, engine_of, live_weights
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.perplexity import SAMPLE_TEXT, PerplexityChange, perplexity_change
 from rollout.engine.native.torch_decoder import TorchDecoder
@@ -51,7 +52,7 @@ def resolved_engine(job: JobConfig, *, rows: int) -> EngineConfig:
     config = job.engine
     if config.verify != "coupled":
         raise ConfigError(
-            f"engine.verify={config.verify} gives other texts by drafter: bench compares arms on one text"
+            f"engine.verify={config.verify} gives other texts by drafter: arms are compared on one text"
         )
     if config.max_batch < rows:
         raise ConfigError(f"engine.max_batch must be >= {rows}, the rows that run at once")
@@ -88,24 +89,37 @@ def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "
     """
     dtype = getattr(torch, engine_config.dtype)
     policy = load_policy(replace(job.policy, offgrid=grid == "off"), dtype=dtype)
-    weights = live_weights(policy, engine_config)
+    arms = open_arms(policy, engine_config, job.drafter, version=job.policy.version)
+    if arms.engine.traits.numerics != "exact":
+        raise ConfigError("engine.numerics: bench asserts identical texts, and this engine is not exact here")
+    if AUTO in chosen_arms(job):
+        arms.calibration = load_or_calibrate(arms.engine, job.controller, engine_config)
+    return Grid(grid=grid, policy=policy, arms=arms, calibration=arms.calibration)
+
+
+def open_arms(
+    policy: Policy,
+    engine_config: EngineConfig,
+    drafter_config: DrafterConfig,
+    *,
+    version: int = 0,
+    weights: LiveWeights | None = None,
+) -> EngineArms:
+    """Return arms on one policy whose engines share its weights; each has every drafter that is named.
+
+    Raises ``ConfigError`` for a drafter that cannot be built from the policy.
+    """
+    shared = weights or live_weights(policy, engine_config)
 
     def lane() -> NativeEngine:
-        return engine_of(
-            policy, engine_config, job.drafter, version=job.policy.version, host="bench", weights=weights
-        )
+        return engine_of(policy, engine_config, drafter_config, version=version, host="bench", weights=shared)
 
     engine = lane()
-    if engine.traits.numerics != "exact":
-        raise ConfigError("engine.numerics: bench asserts identical texts, and this engine is not exact here")
     wanted = {d.name for d in engine.traits.drafters}
-    missing = [name for name in job.drafter.names if name not in wanted]
+    missing = [name for name in drafter_config.names if name not in wanted]
     if missing:
         raise ConfigError(f"drafter.names: {', '.join(missing)} could not be built from this policy")
-    auto = AUTO in chosen_arms(job)
-    calibration = load_or_calibrate(engine, job.controller, engine_config) if auto else None
-    arms = EngineArms(engine, calibration, another=lane)
-    return Grid(grid=grid, policy=policy, arms=arms, calibration=calibration)
+    return EngineArms(engine, None, another=lane)
 
 
 def offgrid_change(on: Policy, off: Policy) -> PerplexityChange | None:

@@ -83,11 +83,11 @@ def _serve(
     from rollout.policy.source import load_policy
 
     policy = load_policy(policy_config, dtype=weights_dtype(engine_config))
-    baseline = _resident("VmRSS")
+    baseline = resident("VmRSS")
     engine = engine_of(policy, engine_config, drafter_config)
     vocab_size = policy.spec.vocab_size
     del policy
-    ready = _resident("VmRSS")
+    ready = resident("VmRSS")
     for index in range(work.batch):
         engine.add(_request(index, vocab_size, work))
     kv_in_use, rounds = 0, 0
@@ -101,7 +101,7 @@ def _serve(
     return MemoryUse(
         baseline=baseline,
         ready=ready,
-        peak=_resident("VmHWM"),
+        peak=resident("VmHWM"),
         weights=parts.weights,
         drafters=parts.drafters,
         kv_in_use=kv_in_use,
@@ -121,7 +121,7 @@ def _plan(load: RoundLoad, gamma: int) -> RoundPlan:
     return RoundPlan(assignments=drafted, reason="memory")
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     """Return ``VmRSS`` or ``VmHWM`` in bytes. ``ru_maxrss`` would count the parent's peak as well."""
     for line in STATUS.read_text().splitlines():
         if line.startswith(f"{name}:"):

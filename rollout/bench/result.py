@@ -13,6 +13,7 @@ from rollout.bench.bound import Peaks, saturation, tail_shares
 from rollout.bench.cell import Cell
 from rollout.bench.lengths import summarize
 from rollout.bench.pairing import PairedRatio
+from rollout.bench.streams import StreamTimes
 from rollout.bench.summary import RoundSummary
 from rollout.tracking.reduce import AcceptanceCounts
 
@@ -144,7 +145,10 @@ def _arm(cell: Cell, name: str, summary: RoundSummary | None) -> Json:
             },
             "draft_failures": summary.draft_failures,
             "watchdog_alarms": cell.alarms.get(name, 0),
+            "streams": StreamTimes.merged(cell.streams.get(name, [])).told(),
         }
+    if name in cell.memory:
+        out["memory_bytes"] = asdict(cell.memory[name])
     return out
 
 

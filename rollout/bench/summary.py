@@ -4,14 +4,17 @@ A run of a thousand rounds is reduced right after it ended, outside the time mea
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
-from controller.types import AR, RoundFacts
+from controller.types import AR, PassSeconds, RoundFacts
 from rollout.bench.pairing import WorkKey
 from rollout.tracking.reduce import AcceptanceCounts
 
 _Key = TypeVar("_Key")
+
+PREFILL = "prefill"
+"""The choice of rounds with prompt rows."""
 
 CONTEXT_STEP_TOKENS = 16
 """Plain rounds count as the same work when their mean contexts lie in the same step: within it, keys and
@@ -31,21 +34,43 @@ class Totals:
     rows: int = 0
     """Rows of the policy's forwards."""
 
+    sequences: int = 0
+    """Decode sequences, each counted in every round it took part in."""
+
+    decoded: int = 0
+    """Tokens they committed; a prompt's first token is not among them."""
+
+    drafted: int = 0
+    draft_passes: int = 0
+    draft_rows: int = 0
+    sequence_passes: int = 0
+    """Draft passes, each counted once for every decode sequence of its round."""
+
+    forward_s: float = 0.0
+    """What forwards of the policy and of drafters computed, within ``seconds``; of those that do not tell it,
+    what their calls took."""
+
     def add(self, facts: RoundFacts) -> None:
         """Count one round."""
+        passes = sum(d.passes for d in facts.drafts)
+        forwards = (facts.policy_pass, facts.draft_pass)
         self.rounds += 1
         self.seconds += facts.total_s
         self.committed += facts.committed
         self.context_tokens += facts.context_tokens
         self.rows += facts.verify_rows
+        self.sequences += facts.batch
+        self.decoded += facts.decoded
+        self.drafted += sum(o.gamma for o in facts.outcomes)
+        self.draft_passes += passes
+        self.draft_rows += sum(d.rows for d in facts.drafts)
+        self.sequence_passes += passes * facts.batch
+        self.forward_s += sum(_computing_s(f) for f in forwards if f is not None)
 
     def merge(self, other: "Totals") -> None:
         """Add another kind's sums to these."""
-        self.rounds += other.rounds
-        self.seconds += other.seconds
-        self.committed += other.committed
-        self.context_tokens += other.context_tokens
-        self.rows += other.rows
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,6 +120,14 @@ class RoundSummary:
             out.draft_failures += one.draft_failures
         return out
 
+    def decoding(self) -> Totals:
+        """Return the sums over all rounds without prompt rows."""
+        out = Totals()
+        for choice, totals in self.by_choice.items():
+            if choice != PREFILL:
+                out.merge(totals)
+        return out
+
     def plain_work(self) -> dict[WorkKey, tuple[int, float]]:
         """Return rounds and seconds of plain decoding by what they had to do."""
         return {key: (t.rounds, t.seconds) for key, t in self.plain_by_work.items()}
@@ -116,10 +149,14 @@ class RoundSummary:
                 self.acceptance.setdefault(outcome.drafter, AcceptanceCounts()).add(outcome)
 
 
+def _computing_s(forwards: PassSeconds) -> float:
+    return forwards.forward_s if forwards.split is None else forwards.split.total_s
+
+
 def choice_of(facts: RoundFacts) -> str:
     """Name what a round did: ``prefill`` with prompt rows, ``ar``, or its drafters and longest gamma."""
     if facts.prefill_rows or not facts.batch:
-        return "prefill"
+        return PREFILL
     drafters = sorted({o.drafter for o in facts.outcomes if o.drafter != AR})
     if not drafters:
         return AR

@@ -20,14 +20,26 @@ COMMON_TEXTS = (" the", ",", ".", " a")
 """What bias, bans and stops are about: texts a policy writes often, so that they matter."""
 
 
-def mixed_requests(policy: Policy, *, count: int, max_tokens: int, seed: int) -> list[Request]:
-    """Return seeded requests; every kind of ``mixed_params`` occurs, siblings differ in theirs."""
+def mixed_requests(
+    policy: Policy,
+    *,
+    count: int,
+    max_tokens: int,
+    seed: int,
+    prompts: Sequence[tuple[int, ...]] | None = None,
+) -> list[Request]:
+    """Return seeded requests; every kind of ``mixed_params`` occurs, siblings differ in theirs.
+
+    ``prompts`` are used in turn; None: ``bench.prompts`` through the policy's tokenizer, or random ids.
+    """
     rng = random.Random(seed)
     kinds = mixed_params(
         _common_ids(policy), max_tokens=max_tokens, stop_strings=policy.tokenizer is not None
     )
     room = policy.spec.max_positions - 2 * max_tokens
-    prompts = [ids[-room:] for ids in _prompt_ids(policy, -(-count // SAMPLES_PER_PROMPT), rng)]
+    groups = -(-count // SAMPLES_PER_PROMPT)
+    given = list(prompts) * groups if prompts else _prompt_ids(policy, groups, rng)
+    asked = [ids[-room:] for ids in given[:groups]]
     requests = []
     for number in range(count):
         prompt, sample = divmod(number, SAMPLES_PER_PROMPT)
@@ -39,7 +51,7 @@ def mixed_requests(policy: Policy, *, count: int, max_tokens: int, seed: int) ->
             Request(
                 prompt_uid=uid,
                 sample_index=sample,
-                prompt_ids=prompts[prompt],
+                prompt_ids=asked[prompt],
                 params=replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most)),
                 seed=sample_seed(run_seed=seed, trainer_step=0, prompt_uid=uid, sample_index=sample),
             )
@@ -87,10 +99,11 @@ def _prompt_ids(policy: Policy, count: int, rng: random.Random) -> list[tuple[in
     if tokenizer is None:
         vocab = policy.spec.vocab_size
         return [tuple(rng.randrange(vocab) for _ in range(rng.randrange(8, 60))) for _ in range(count)]
-    return [_encoded(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(count)]
+    return [encoded(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(count)]
 
 
-def _encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
+def encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
+    """Return the ids of one question: through the chat template, where the tokenizer has one."""
     if not getattr(tokenizer, "chat_template", None):
         return tuple(tokenizer.encode(text))
     return tuple(

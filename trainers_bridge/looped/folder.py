@@ -1,4 +1,4 @@
-"""The policy's folder: published config fields, bfloat16 weights, tokenizer, generation settings."""
+"""The policy's folder: published config fields, bfloat16 weights, tokenizer, generation settings, prompts."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainers_bridge.looped.model import OuroForCausalLM
+from trainers_bridge.looped.questions import QUESTIONS_FILE, questions
 from trainers_bridge.looped.tokenizer import END_ID, PAD_ID, build_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -44,6 +45,7 @@ def write_policy(model: OuroForCausalLM, folder: Path) -> None:
         name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()
     }
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / QUESTIONS_FILE).write_text("".join(f"{question}\n" for question in questions()))
     build_tokenizer(max_tokens=model.config.max_position_embeddings).save_pretrained(folder)
     GenerationConfig(
         bos_token_id=END_ID, eos_token_id=END_ID, pad_token_id=PAD_ID, use_cache=False

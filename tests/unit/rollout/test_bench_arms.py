@@ -249,3 +249,27 @@ def test_no_repetition_starts_that_would_outlast_the_limit(arms: EngineArms) -> 
     )
     assert ending == "max_minutes"
     assert cell.repetitions == 3
+
+
+def test_rows_that_enter_one_by_one_get_the_same_texts_and_every_stream_is_told(arms: EngineArms) -> None:
+    together = arms.run(SPECS["ar"], WORK)
+    one_by_one = arms.run(SPECS["ar"], replace(WORK, rows_at_once=1))
+    assert one_by_one.texts == together.texts
+    assert set(one_by_one.summary.plain_by_batch) == {1}
+    assert max(together.summary.plain_by_batch) > 1
+    tokens = sum(WORK.max_tokens)
+    for run in (together, one_by_one):
+        told = run.streams.told()
+        assert (told["rows"], told["events"], run.streams.tokens) == (4, tokens, tokens)
+        assert run.memory.kv_used > 0
+    # A row waits for its place outside: the first token of a short run is not late.
+    assert max(one_by_one.streams.first_token_s) < one_by_one.timed.makespan_s / 2
+
+
+def test_a_named_row_keeps_its_text_in_other_work(arms: EngineArms) -> None:
+    names = tuple(f"row{i}" for i in range(4))
+    whole = arms.run(SPECS["ar"], replace(WORK, names=names))
+    part = replace(WORK, prompts=WORK.prompts[2:], max_tokens=WORK.max_tokens[2:], names=names[2:])
+    assert arms.run(SPECS["ar"], part).texts == whole.texts[2:]
+    unnamed = replace(part, names=())
+    assert arms.run(SPECS["ar"], unnamed).texts != whole.texts[2:]

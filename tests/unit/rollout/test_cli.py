@@ -60,7 +60,7 @@ def test_every_example_of_the_help_is_understood(command: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian'; known: run, calibrate, verify, bench, report"),
+        (["trian"], "unknown command 'trian'; known: run, calibrate, verify, evaluate, bench, report"),
         (["run", "nonsense"], "'nonsense' is not an override"),
         (["run", "engine.decodr=torch"], "did you mean engine.decoder?"),
         (["run", "engine.decodr=torch"], "engine.decodr: unknown setting; known here: decoder, device"),
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_setting(
 
 
 NOWHERE = [
-    *((command, "/no/such/policy") for command in ("run", "verify", "bench", "calibrate")),
+    *((command, "/no/such/policy") for command in ("run", "verify", "evaluate", "bench", "calibrate")),
     *((command, "some/policy-that-is-nowhere") for command in ("run", "verify")),
 ]
 
@@ -231,7 +231,10 @@ def test_a_policy_that_is_nowhere_is_refused_before_anything_heavy_is_loaded(
         assert found["left"] == []
 
 
-@pytest.mark.parametrize(("command", "setting"), [("run", "drafter.names"), ("verify", "verify.drafters")])
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [("run", "drafter.names"), ("verify", "verify.drafters"), ("evaluate", "evaluate.drafters")],
+)
 def test_a_drafter_that_does_not_exist_is_refused_before_anything_is_started(
     command: str,
     setting: str,

@@ -11,8 +11,10 @@ from trainers_bridge.looped.batches import data_digest, held_out
 from trainers_bridge.looped.evaluation import score_depths
 from trainers_bridge.looped.folder import WEIGHTS, load_served
 from trainers_bridge.looped.pretraining import Pretraining, plain_settings
+from trainers_bridge.looped.questions import QUESTIONS_FILE, questions
 from trainers_bridge.looped.record import read_record
 from trainers_bridge.looped.tokenizer import encode
+from trainers_bridge.tasks.exercises import split_of
 
 FOLDER = shipped_policies_dir() / "looped"
 RECORD = read_record(FOLDER)
@@ -34,6 +36,13 @@ def test_the_record_is_of_these_weights_these_settings_and_this_data() -> None:
 def test_the_shipped_tokenizer_is_the_one_of_training() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     assert tokenizer("sum 2 3\n2+3=5, answer 5")["input_ids"] == encode("sum 2 3\n2+3=5, answer 5")
+
+
+def test_it_brings_held_out_questions_half_of_which_have_long_replies() -> None:
+    asked = (FOLDER / QUESTIONS_FILE).read_text().splitlines()
+    assert asked == questions()
+    assert len(set(asked)) == len(asked) == 64
+    assert {split_of(question) for question in asked} == {"held_out"}
 
 
 def test_the_record_says_that_depth_helps_and_that_shallow_loops_can_draft() -> None:

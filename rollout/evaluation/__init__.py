@@ -1,0 +1,1 @@
+"""What ``taildraft evaluate`` tries: reused drafts on fixed chains, free texts, sampling laws, speed."""

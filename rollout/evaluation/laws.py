@@ -1,0 +1,201 @@
+"""Sampling laws on vocabularies so small that every short text can be counted.
+
+``coupled``: the production engine draws many short texts with drafts, and their joint counts must fit the law
+that plain decoding's own logits give. Chi-square with k degrees of freedom is held to a limit that a right
+sampler exceeds with probability below 8e-7, for every k (``proof.noise_law``), and a text the filters forbid
+must never occur. ``block`` and ``token``: every branch of a production round is enumerated, exactly.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafters.config import DrafterConfig
+from drafters.registry import LOOPED_ONLY
+from drafters.registry import build as build_drafter
+from rollout.config import EngineConfig
+from rollout.engine.chooser_torch import TorchChooser
+from rollout.engine.law_check import Law, Prefix, ar_law
+from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.engine import NativeEngine
+from rollout.engine.target import TargetRow
+from rollout.proof.finding import Finding
+from rollout.proof.law import Note
+from rollout.proof.noise_law import chi_square_limit
+from rollout.proof.round_law import check_round_law, round_cases
+from rollout.proof.steering import Steering, drive
+from rollout.seeds import sample_seed
+from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
+from rollout.testing_native import fixed_plan, tiny_engine
+from rollout.types import Request, SamplingParams
+
+PART = "laws"
+VOCABULARY = 4
+LOOPED_SEED, DENSE_SEED = 8, 6
+"""Of random policies that find many short texts likely."""
+
+TEXT_TOKENS = 4
+"""Of a text that is counted: the first is chosen plainly, with its prompt, the others under drafts."""
+
+GAMMA = 2
+BATCH = 64
+PROMPT: Prefix = (3, 2, 0)
+FEWEST_EXPECTED = 5.0
+"""Texts that are expected less often are counted together, as chi-square wants it."""
+
+FILTERS = {
+    "temperature 1": SamplingParams(max_tokens=TEXT_TOKENS, ignore_eos=True),
+    "top-k 3, temperature 0.7": SamplingParams(
+        max_tokens=TEXT_TOKENS, ignore_eos=True, temperature=0.7, top_k=3
+    ),
+    "top-p 0.8, min-p 0.1": SamplingParams(max_tokens=TEXT_TOKENS, ignore_eos=True, top_p=0.8, min_p=0.1),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LawFit:
+    """How well counted texts fit a law."""
+
+    statistic: float
+    freedom: int
+    limit: float
+    forbidden: int
+    """Draws of texts that have no probability."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether a right sampler could have drawn them."""
+        return self.forbidden == 0 and self.statistic <= self.limit
+
+
+def fit_of(counts: Counter[Prefix], law: Law) -> LawFit:
+    """Return how well ``counts`` fit ``law``; rare texts are one cell."""
+    draws = counts.total()
+    cells: list[tuple[float, int]] = []
+    rare_expected, rare_seen = 0.0, 0
+    for text, probability in law.items():
+        if draws * probability >= FEWEST_EXPECTED:
+            cells.append((draws * probability, counts[text]))
+        else:
+            rare_expected += draws * probability
+            rare_seen += counts[text]
+    if rare_expected >= FEWEST_EXPECTED:
+        cells.append((rare_expected, rare_seen))
+    statistic = sum((seen - expected) ** 2 / expected for expected, seen in cells)
+    freedom = max(1, len(cells) - 1)
+    return LawFit(
+        statistic=statistic,
+        freedom=freedom,
+        limit=chi_square_limit(freedom),
+        forbidden=sum(n for text, n in counts.items() if law.get(text, 0.0) <= 0.0),
+    )
+
+
+def law_findings(
+    drafters: Sequence[str], config: DrafterConfig, *, looped: bool, draws: int, seed: int, note: Note
+) -> Iterator[Finding]:
+    """Yield a finding per drafter and filter, then those of the enumerated rounds."""
+    policy = (
+        tiny_looped_policy(seed=LOOPED_SEED, vocab=VOCABULARY, layers=1)
+        if looped
+        else tiny_policy(seed=DENSE_SEED, vocab=VOCABULARY, layers=1)
+    )
+    teacher = _engine(policy, [], config)
+    for name in drafters:
+        if name not in LOOPED_ONLY and name != "w4":
+            continue  # there is nothing to copy in texts of four tokens
+        engine = _engine(policy, [name], config)
+        for kind, params in FILTERS.items():
+            note(f"{name}, {kind}")
+            yield _drawn(engine, teacher, name, kind, params, draws=draws, seed=seed)
+    yield from _enumerated("looped" if looped else "torch", note)
+
+
+def _engine(policy: TinyPolicy, names: Sequence[str], config: DrafterConfig) -> NativeEngine:
+    """Return an engine of the production kernels where they can be had, else in float64."""
+    compiled = compiled_unavailable() is None
+    own = DrafterConfig(
+        w4_kernel="auto" if compiled else "torch",
+        wavefront_depth=min(config.wavefront_depth, max(1, policy.spec.loops - 1)),
+    )
+    return tiny_engine(
+        policy,
+        [build_drafter(name, own) for name in names],
+        compiled=compiled,
+        config=EngineConfig(max_batch=BATCH, max_context_tokens=16),
+    )
+
+
+def _drawn(
+    engine: NativeEngine,
+    teacher: NativeEngine,
+    name: str,
+    kind: str,
+    params: SamplingParams,
+    *,
+    draws: int,
+    seed: int,
+) -> Finding:
+    requests = [
+        Request(
+            prompt_uid=f"{kind}/{number}",
+            sample_index=0,
+            prompt_ids=PROMPT,
+            params=params,
+            seed=sample_seed(run_seed=seed, trainer_step=0, prompt_uid=f"{name}/{kind}", sample_index=number),
+        )
+        for number in range(draws)
+    ]
+    run = drive(engine, requests, Steering(plan=fixed_plan(name, GAMMA)), batch=BATCH)
+    counts = Counter(c.token_ids for c in run.completions.values())
+    fit = fit_of(counts, plain_law(teacher, params))
+    rejected = run.drafted - run.accepted
+    detail = (
+        f"chi-square {fit.statistic:.1f} of {fit.freedom} degrees, limit {fit.limit:.1f} (a right sampler "
+        f"exceeds it once in 1.2 million), {fit.forbidden} forbidden texts, "
+        f"{rejected} of {run.drafted} drafts rejected"
+    )
+    return Finding(
+        part=PART,
+        name=f"{name}, {kind}",
+        passed=fit.passed and run.accepted > 0,
+        detail=detail,
+        compared=draws,
+        measures={
+            "chi_square": fit.statistic,
+            "freedom": float(fit.freedom),
+            "limit": fit.limit,
+            "drafted": float(run.drafted),
+            "accepted": float(run.accepted),
+        },
+    )
+
+
+def plain_law(teacher: NativeEngine, params: SamplingParams) -> Law:
+    """Return the joint law of plain decoding's texts, from the policy's logits after every prefix."""
+    chooser = TorchChooser()
+
+    def next_probs(prefix: Prefix) -> torch.Tensor:
+        tokens = (*PROMPT, *prefix)
+        row = TargetRow(seed=0, position=len(tokens), params=params)
+        return chooser.probs(teacher.logits_after(tokens).double().unsqueeze(0), [row])[0]
+
+    return ar_law(next_probs, length=TEXT_TOKENS)
+
+
+def _enumerated(decoder: str, note: Note) -> Iterator[Finding]:
+    for kind, case in round_cases(cut=True):
+        if case.decoder != decoder:
+            continue
+        note(f"{case.rule}, {kind}")
+        found = check_round_law(case)
+        yield Finding(
+            part=PART,
+            name=f"{case.rule}, {kind}",
+            passed=found.passed,
+            detail=f"total variation {found.tv:.2g} from plain decoding over all {found.branches} branches",
+            compared=found.branches,
+            measures={"total_variation": found.tv, "drafted": float(found.drafted)},
+        )

@@ -1,0 +1,149 @@
+"""What a run computed, kept: states after every loop, target logits, and where keys and values went.
+
+Shapes: M rows, D hidden, V vocabulary, P planes, L loops, T positions.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollout.engine.native.compiled import CompiledKV
+from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
+from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
+from rollout.engine.native.torch_attention import TorchKV
+from rollout.errors import UnsupportedError
+from rollout.testing_looped import CountingDecoder
+
+Place = tuple[int, int]
+"""Row of the page table, position."""
+
+
+class RecordingDecoder(CountingDecoder):
+    """A ``Decoder`` that counts its work as its parent does, and keeps what came of it.
+
+    Where a place is computed again, what came last stands: that is what later rows read.
+    """
+
+    def __init__(self, inner: Decoder) -> None:
+        super().__init__(inner)
+        self._states: dict[tuple[int, int, int], Tensor] = {}
+        self._logits: dict[Place, Tensor] = {}
+        self._tokens: dict[Place, int] = {}
+        self._pages: dict[Place, int] = {}
+        self._storages: list[KVStorage] = []
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the recorded decoder."""
+        return self._inner.weight_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the recorded decoder."""
+        return self._inner.scratch_bytes
+
+    def new_storage(self, pages: int) -> KVStorage:
+        """Return the recorded decoder's own, and remember it."""
+        self._storages.append(super().new_storage(pages))
+        return self._storages[-1]
+
+    def forward(
+        self,
+        batch: RowBatch,
+        kv: KVStorage,
+        *,
+        taps: Sequence[str] = (),
+        loops: range | None = None,
+        hidden_MD: Tensor | None = None,
+    ) -> ForwardResult:
+        """Compute with a tap after every loop, and keep what they show."""
+        run = range(self.spec.loops) if loops is None else loops
+        names = [f"loop.{loop}" for loop in run]
+        result = super().forward(batch, kv, taps=[*taps, *names], loops=loops, hidden_MD=hidden_MD)
+        for loop, name in zip(run, names, strict=True):
+            self._keep(batch, [loop] * batch.rows, result.taps[name])
+        if run.stop == self.spec.loops:
+            self._keep_logits(batch, range(batch.head_rows_R.shape[0]), result.logits_RV)
+        return result
+
+    def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
+        """Compute and keep."""
+        result = super().advance(hidden_MD, batch, kv, loop_M=loop_M)
+        loops = loop_M.tolist()
+        self._keep(batch, loops, result.hidden_MD)
+        heads = batch.head_rows_R.tolist()
+        last = [r for r, row in enumerate(heads) if loops[row] == self.spec.loops - 1]
+        self._keep_logits(batch, last, result.logits_RV)
+        return result
+
+    def _keep(self, batch: RowBatch, loops: Sequence[int], hidden_MD: Tensor) -> None:
+        kept_MD = hidden_MD.clone()  # a decoder's own buffer, good until its next forward
+        tokens, table = batch.token_ids_M.tolist(), batch.page_table_SP
+        for row, (slot, position) in enumerate(_places(batch)):
+            self._states[slot, position, loops[row]] = kept_MD[row]
+            if loops[row] == 0:
+                self._tokens[slot, position] = tokens[row]
+                self._pages[slot, position] = int(table[slot, position // PAGE_TOKENS])
+
+    def _keep_logits(self, batch: RowBatch, heads: Sequence[int], logits_RV: Tensor) -> None:
+        kept_RV, places = logits_RV.clone(), _places(batch)
+        rows = batch.head_rows_R.tolist()
+        for head in heads:
+            self._logits[places[rows[head]]] = kept_RV[head]
+
+    # ---- what was kept ------------------------------------------------------------------------------
+
+    def slot_of(self, tokens: Sequence[int]) -> int:
+        """Return the row of the page table under which these tokens were fed. Raises ``LookupError``."""
+        for slot in sorted({slot for slot, _ in self._tokens}):
+            if all(self._tokens.get((slot, p)) == token for p, token in enumerate(tokens)):
+                return slot
+        raise LookupError(f"the chain of {len(tokens)} tokens was never computed whole")
+
+    def states(self, slot: int, count: int) -> Tensor:
+        """Return the states (L, T, D) of a sequence's first ``count`` positions after every loop."""
+        loops = range(self.spec.loops)
+        return torch.stack(
+            [torch.stack([self._states[slot, p, loop] for p in range(count)]) for loop in loops]
+        )
+
+    def logits(self, slot: int, positions: range) -> Tensor:
+        """Return the target's logits (T, V) after these positions."""
+        return torch.stack([self._logits[slot, p] for p in positions])
+
+    def keys_and_values(self, slot: int, count: int) -> Tensor:
+        """Return what the pages of a sequence's first ``count`` positions hold: (P, 2, numbers)."""
+        return plane_pages(self._storages[-1], self._pages_of(slot, count))
+
+    def wipe(self, slot: int, count: int) -> None:
+        """Zero the pages of a sequence that has ended: none of it is to stand in another's last page."""
+        storage, pages = self._storages[-1], self._pages_of(slot, count)
+        if isinstance(storage, CompiledKV):
+            storage.data[:, pages] = 0
+        elif isinstance(storage, TorchKV):
+            for store in (storage.keys, storage.values):
+                for page in pages:
+                    store[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = 0
+
+    def _pages_of(self, slot: int, count: int) -> list[int]:
+        return [self._pages[slot, p] for p in range(0, count, PAGE_TOKENS)]
+
+
+def _places(batch: RowBatch) -> list[Place]:
+    return list(zip(batch.table_M.tolist(), batch.positions_M.tolist(), strict=True))
+
+
+def plane_pages(storage: KVStorage, pages: Sequence[int]) -> Tensor:
+    """Return keys and values of whole pages by plane: (P, 2, numbers), in the storage's own order.
+
+    Raises ``UnsupportedError`` for a storage of another kind.
+    """
+    if isinstance(storage, CompiledKV):
+        return storage.data[:, list(pages)].movedim(3, 1).flatten(2)
+    if isinstance(storage, TorchKV):
+        planes, slots, heads, size = storage.keys.shape
+        by_page = (planes, slots // PAGE_TOKENS, PAGE_TOKENS * heads * size)
+        both = (storage.keys.view(by_page), storage.values.view(by_page))
+        return torch.stack([store[:, list(pages)].flatten(1) for store in both], dim=1)
+    raise UnsupportedError(f"keys and values cannot be read out of {type(storage).__name__}")

@@ -1,0 +1,109 @@
+"""What an evaluation is about: the policy, its engines, its drafters and how long each may draft."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from drafters.config import DrafterConfig
+from drafters.registry import LOOPED_ONLY, SHALLOW_LOOPS
+from drafters.wavefront import WAVEFRONT
+from rollout.bench.arms import EngineArms
+from rollout.bench.grids import open_arms, resolved_engine
+from rollout.config import EngineConfig
+from rollout.engine.native.build import LiveWeights, live_weights, weights_dtype
+from rollout.engine.native.rows import PAGE_TOKENS
+from rollout.errors import ConfigError
+from rollout.evaluation.questions import prompts_of
+from rollout.evaluation.spread import Limits, limits_of
+from rollout.evaluation.sweep import draft_lengths
+from rollout.job_config import EvaluateConfig, JobConfig
+from rollout.policy.source import Policy, load_policy
+
+DENSE = ("w4", "history")
+
+TIMED_CONTEXT_TOKENS = 128
+"""Forwards are timed at contexts below this, however short the texts are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A policy under evaluation."""
+
+    policy: Policy
+    engine_config: EngineConfig
+    drafter_config: DrafterConfig
+    """Its names are the drafters evaluated."""
+
+    weights: LiveWeights
+    arms: EngineArms
+    prompts: tuple[tuple[int, ...], ...]
+    gammas_of: Mapping[str, tuple[int, ...]]
+    """By drafter."""
+
+    limits: Limits
+
+    @property
+    def loops(self) -> int:
+        """Of the policy."""
+        return self.policy.spec.loops
+
+    @property
+    def looped_drafters(self) -> list[str]:
+        """Those that reuse what they compute."""
+        return [name for name in self.gammas_of if name in LOOPED_ONLY]
+
+    def settings(self, job: JobConfig) -> JobConfig:
+        """Return the job as it was resolved, for the record."""
+        return replace(job, engine=self.engine_config, drafter=self.drafter_config)
+
+
+def open_subject(job: JobConfig, config: EvaluateConfig) -> Subject:
+    """Load the policy and build its first engine, with every drafter. Raises ``ConfigError``."""
+    policy = load_policy(job.policy, dtype=weights_dtype(job.engine))
+    prompts = tuple(prompts_of(policy))
+    names = drafters_of(policy.spec.loops, job.drafter, config)
+    engine_config = _engine_config(job, config, policy, longest=max(map(len, prompts)))
+    torch.set_num_threads(engine_config.threads)
+    drafter_config = replace(job.drafter, names=names)
+    weights = live_weights(policy, engine_config)
+    arms = open_arms(policy, engine_config, drafter_config, version=job.policy.version, weights=weights)
+    lanes = math.ceil(policy.spec.loops / drafter_config.wavefront_depth)
+    return Subject(
+        policy=policy,
+        engine_config=engine_config,
+        drafter_config=drafter_config,
+        weights=weights,
+        arms=arms,
+        prompts=prompts,
+        gammas_of={
+            name: draft_lengths(name, config.gammas, traits=arms.engine.traits, most_lanes=lanes)
+            for name in names
+        },
+        limits=limits_of("exact" if weights.exact else "fast", engine_config.dtype),
+    )
+
+
+def drafters_of(loops: int, drafter: DrafterConfig, config: EvaluateConfig) -> tuple[str, ...]:
+    """Return the drafters to evaluate on a policy of so many loops.
+
+    Raises ``ConfigError`` for one that such a policy cannot have.
+    """
+    able = {name: depth < loops for depth, name in enumerate(SHALLOW_LOOPS, start=1)}
+    able[WAVEFRONT] = drafter.wavefront_depth < loops
+    unable = [name for name in config.drafters if not able.get(name, True)]
+    if unable:
+        said = f"a policy of {loops} loops" if loops > 1 else "a policy that runs its block once"
+        raise ConfigError(f"evaluate.drafters: {said} has no {', '.join(unable)}")
+    if config.drafters:
+        return config.drafters
+    return tuple(name for name, can in able.items() if can) if loops > 1 else DENSE
+
+
+def _engine_config(job: JobConfig, config: EvaluateConfig, policy: Policy, *, longest: int) -> EngineConfig:
+    """Return settings with room for the longest prompt and text, and no more than the policy has."""
+    new = max(*config.lengths, 2 * config.max_tokens, config.chain_tokens)
+    context = min(policy.spec.max_positions, max(longest + new + PAGE_TOKENS, TIMED_CONTEXT_TOKENS))
+    resolved = resolved_engine(job, rows=max(config.concurrencies))
+    return replace(resolved, max_context_tokens=context)
