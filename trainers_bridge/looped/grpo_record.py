@@ -92,6 +92,7 @@ def _run(journal: Journal, given: Sequence[Exercise]) -> dict[str, Any]:
         "settings": {
             "seed": settings["seed"],
             "policy": settings["policy"]["source"],
+            "engine_threads": settings["engine"]["threads"],
             "controller": settings["controller"]["kind"],
             "drafters": settings["drafter"]["names"],
             "task": settings["task"],
