@@ -117,6 +117,7 @@ def test_a_weight_update_reaches_the_compiled_drafter_through_the_same_buffers()
     assert not torch.equal(before_MV, fresh_MV)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["smollm2", "qwen2"])
 def test_plain_cpp_and_vector_code_draft_the_same_bits(family: str) -> None:
     vector, plain = (

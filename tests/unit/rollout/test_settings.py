@@ -14,7 +14,14 @@ from controller.config import ControllerConfig
 from drafters.config import DrafterConfig
 from rollout.config import EngineConfig, PolicyConfig, ServiceConfig, TrackerConfig
 from rollout.errors import ConfigError
-from rollout.job_config import BenchConfig, CalibrateConfig, JobConfig, ReportConfig, VerifyConfig
+from rollout.job_config import (
+    BenchConfig,
+    CalibrateConfig,
+    EvaluateConfig,
+    JobConfig,
+    ReportConfig,
+    VerifyConfig,
+)
 from rollout.jobs.compose import compose_plain
 from rollout.jobs.door import check_trainer
 from rollout.settings import load_config, to_plain
@@ -120,6 +127,7 @@ SECTIONS: dict[str, type] = {
     "calibrate": CalibrateConfig,
     "verify": VerifyConfig,
     "bench": BenchConfig,
+    "evaluate": EvaluateConfig,
     "report": ReportConfig,
     "task": TaskConfig,
     "trainer": TrainerConfig,
