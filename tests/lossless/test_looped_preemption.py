@@ -17,7 +17,7 @@ from controller.decide import build_controller
 from controller.types import RoundFacts
 from drafters.config import DrafterConfig
 from drafters.registry import SHALLOW_LOOPS, build
-from drafters.types import DraftModel, DraftRequest, DraftStep
+from drafters.types import DraftChain, DraftModel, DraftRequest, DraftStep
 from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
@@ -62,7 +62,8 @@ def engine_of(
     policy: TinyPolicy, *, compiled: bool, decoder: Decoder | None = None, **config: int
 ) -> NativeEngine:
     settings = EngineConfig(**{"max_batch": 8, "max_context_tokens": 192, **config})  # type: ignore[arg-type]
-    drafters = [build(name, DrafterConfig()) for name in LOOPED]
+    # Short rounds of lanes: what happens between rounds then meets more of them under way.
+    drafters = [build(name, DrafterConfig(wavefront_passes=4)) for name in LOOPED]
     return tiny_engine(policy, drafters, compiled=compiled, config=settings, decoder=decoder)
 
 
@@ -201,6 +202,10 @@ class Interrupted:
     inner: DraftModel
     happens: Callable[[], object]
     fails: bool = False
+
+    def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
+        """Take no chain: between two passes of one compiled call nobody could come in."""
+        return None
 
     def step(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> DraftStep:
         step = self.inner.step(requests, drafts)

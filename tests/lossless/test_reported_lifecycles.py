@@ -21,6 +21,7 @@ from drafters.types import Drafter, DraftModel, DraftRequest, PolicyView, Propos
 from drafters.w4 import W4Drafter
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.scratch import RowBuffer
 from rollout.policy.weights import EMBEDDING, HEAD, manifest
 from rollout.testing import TinyPolicy, tiny_policy
 from rollout.testing_native import (
@@ -233,8 +234,9 @@ def _addresses(root: object) -> dict[str, int]:
             seen.add(id(value))
             names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
             for name in names:
-                if name != "_scratch":
-                    walk(getattr(value, name, None), f"{path}.{name}")
+                part = getattr(value, name, None)
+                if not isinstance(part, RowBuffer):
+                    walk(part, f"{path}.{name}")
 
     walk(root, "")
     return found
