@@ -29,7 +29,8 @@ PLAIN_PATIENCE = 2.0
 """The same for plain decoding that is near: what is gained by speculating a little sooner is little."""
 
 BATCH_CHANGE = 0.25
-"""Relative change of the batch that is planned for at once: sequences fewer, more, or others."""
+"""Relative change of the batch that is planned for at once: sequences fewer, more, or others. A batch that
+decodes plainly and only grew is no such change."""
 
 MORE_READY = 1.25
 """Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
@@ -184,7 +185,10 @@ class PlanKeeper:
         """Whether it is for a round like this one, and little was learnt since."""
         planned_for, known = len(kept.keys), set(kept.keys)
         strangers = sum([s.key not in known for s in load.sequences])
-        if max(strangers, planned_for - len(load.sequences)) > BATCH_CHANGE * planned_for:
+        gone = planned_for + strangers - len(load.sequences)
+        # What decodes plainly does so the more in a larger batch: while one fills, nothing is thought over.
+        only_grew = planned_for > 0 and gone == 0 and not kept.plan.assignments
+        if not only_grew and max(strangers, gone) > BATCH_CHANGE * planned_for:
             return False
         if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False

@@ -302,6 +302,23 @@ def test_a_batch_of_other_sequences_is_planned_for_at_once(batch: int, others: i
         assert plan.reason.startswith(("check", "probe")) or len(plan.assignments) == batch
 
 
+def test_a_batch_that_decodes_plainly_is_not_thought_over_while_it_fills_and_is_once_it_drains() -> None:
+    machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.2), stall_chance=0.0)
+    controller = CountingController(
+        ControllerConfig(explore_budget_frac=0.0), traits_of(W4_ONLY), W4_ONLY, machine.calibration()
+    )
+    learn(machine, controller, batch=8, rounds=400)
+    thoughts = []
+    for r, batch in enumerate((8, 12, 20, 32, 32, 8), start=400):
+        load = load_of(batch, round_index=r)
+        plan = controller.decide(load, now_s=0.0)
+        assert plan.assignments == {}
+        thoughts.append(controller.thoughts)
+        controller.observe(machine.run(load, plan))
+    assert thoughts[4] <= thoughts[0] + 1, "one may fall due"
+    assert thoughts[5] == thoughts[4] + 1
+
+
 def test_nothing_is_drafted_for_a_last_token() -> None:
     machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.99))
     plan = auto(machine).decide(load_of(3, remaining_tokens=1), now_s=0.0)
