@@ -183,18 +183,24 @@ class PlanKeeper:
 
     def _fits(self, kept: KeptPlan, load: RoundLoad) -> bool:
         """Whether it is for a round like this one, and little was learnt since."""
-        planned_for, known = len(kept.keys), set(kept.keys)
-        strangers = sum([s.key not in known for s in load.sequences])
-        gone = planned_for + strangers - len(load.sequences)
-        # What decodes plainly does so the more in a larger batch: while one fills, nothing is thought over.
-        only_grew = planned_for > 0 and gone == 0 and not kept.plan.assignments
-        if not only_grew and max(strangers, gone) > BATCH_CHANGE * planned_for:
+        if kept.keys != (keys := keys_of(load)) and not self._fits_batch(kept, keys):
             return False
         if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
             return False
         if any(map(self._little_known, kept.models)):
             return False
         return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
+
+    def _fits_batch(self, kept: KeptPlan, keys: tuple[int, ...]) -> bool:
+        """Whether it is for about this batch.
+
+        What decodes plainly does so the more in a larger batch: while one only fills, nothing is thought over.
+        """
+        planned_for, strangers = len(kept.keys), len(set(keys).difference(kept.keys))
+        gone = planned_for + strangers - len(keys)
+        if planned_for > 0 and gone == 0 and not kept.plan.assignments:
+            return True
+        return max(strangers, gone) <= BATCH_CHANGE * planned_for
 
     def _unchanged(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
         """Whether thinking again would hardly show anything new, all that is ready being the same."""
