@@ -194,7 +194,7 @@ class PlanKeeper:
     def _fits_batch(self, kept: KeptPlan, keys: tuple[int, ...]) -> bool:
         """Whether it is for about this batch.
 
-        What decodes plainly does so the more in a larger batch: while one only fills, nothing is thought over.
+        What decodes plainly does so the more in a larger batch: nothing is thought over while one only fills.
         """
         planned_for, strangers = len(kept.keys), len(set(keys).difference(kept.keys))
         gone = planned_for + strangers - len(keys)
