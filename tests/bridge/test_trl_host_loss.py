@@ -188,13 +188,15 @@ def test_a_host_killed_mid_round_changes_nothing_that_the_trainer_gets_or_learns
     assert client.victim == "host-0"
     step = {(c.prompt_uid, c.sample_index): c for c in client.completions[1]}
     moved = [key for key, c in step.items() if c.attempt == 1]
-    assert len(moved) == 4, "the killed host's group, and no other sample, was sent again"
+    # A sample may have ended between the token that was seen here and the kill: that one stays as it is.
+    assert 1 <= len(moved) <= 4, "of the killed host's group what had not ended was sent again"
+    assert len({uid for uid, _ in moved}) == 1, "and no other sample"
     assert any(0 < client.seen_at_kill[key] < 96 for key in moved), "it died with samples half delivered"
     assert all(client.seen_at_kill[key] < 96 for key in moved)
     assert "host-0" not in {step[key].provenance.host for key in moved}
     assert all(c.provenance.accepted > 0 for c in step.values()), "w4 drafted on every host"
     stats = service.stats()
-    assert (stats["service/restarts"], stats["service/resent"]) == (1.0, 4.0)
+    assert (stats["service/restarts"], stats["service/resent"]) == (1.0, len(moved))
 
     assert len(disturbed.handed) == len(undisturbed.handed) == 3
     for got, expected in zip(disturbed.handed, undisturbed.handed, strict=True):
