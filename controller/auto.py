@@ -19,7 +19,7 @@ from controller.calibration import Calibration
 from controller.candidates import Candidates, mixed
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
-from controller.explore import START_GOOD_S, START_S, ExploreBudget, Pace
+from controller.explore import START_S, ExploreBudget, Pace
 from controller.keeping import NOTHING_INSTEAD, KeptPlan, PlanKeeper, keys_of
 from controller.log import Record
 from controller.pipeline import allocate_lanes
@@ -92,7 +92,7 @@ class AutoController(BaseController):
         self._last_drafter: dict[int, str] = {}
         good = calibration.quality.verdict == "good"
         self._pace = Pace()
-        self._budget = ExploreBudget(config.explore_budget_frac, start_s=START_GOOD_S if good else START_S)
+        self._budget = ExploreBudget(config.explore_budget_frac, start_s=0.0 if good else START_S)
         self._keeper = PlanKeeper(
             self._acceptance,
             runs_model=self._model.runs_model,

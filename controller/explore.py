@@ -8,11 +8,7 @@ more than all of that may still be saved for: what it would show cannot be known
 
 START_S = 2.0
 """Time whose budget is there from the start: how wrong a calibration is shows in the first looks at what
-it says does not pay."""
-
-START_GOOD_S = 0.0
-"""The same under a calibration that was found good, and agreed with forwards taken again at this start."""
-
+it says does not pay. Not under one that was found good and agreed with forwards taken again at this start."""
 
 STREAK_ROUNDS = 4
 """Speculative rounds in a row that are compared with plain decoding just before: fewer are noise."""
