@@ -3,7 +3,8 @@
 ``exact`` computes every row alone: its norms, linears, activations and attention have shapes given by
 the model and the row's position, so its bits cannot depend on the batch. It is slow, and in float64
 it is what every other forward is tested against. ``fast`` computes the batch at once and promises no
-bits; it takes a CUDA device, where it has not been run.
+bits; it takes a CUDA device, where it has not been run, another attention than SDPA, and a recorder, which
+makes forwards of few rows CUDA graphs.
 
 Norms and rotations are computed in at least float32. Shapes: M rows, R head rows, D hidden size,
 H head dimension, N KV heads, G query heads per KV head, K in features, V vocabulary, P positions.
@@ -21,6 +22,7 @@ from torch import Tensor
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native import prepacked
 from rollout.engine.native.decoder import ForwardResult, KVStorage
+from rollout.engine.native.forward_graphs import ForwardGraphs, Recorder
 from rollout.engine.native.loops import (
     EMBED,
     FINAL,
@@ -30,13 +32,16 @@ from rollout.engine.native.loops import (
     checked_loops,
     tap_place,
 )
+from rollout.engine.native.row_buckets import StaticRows
 from rollout.engine.native.rows import RowBatch, rows_of
+from rollout.engine.native.sdpa_attention import SdpaAttention
 from rollout.engine.native.torch_attention import (
     AttentionPlan,
+    FastAttention,
     TorchKV,
-    attend_groups,
     attend_row,
-    plan_attention,
+    plan_batch,
+    plan_rows,
 )
 from rollout.engine.native.torch_weights import TorchWeights
 from rollout.errors import UnsupportedError
@@ -92,6 +97,9 @@ class TorchDecoder:
         self._accurate = dtype if dtype.itemsize >= 4 else torch.float32
         self._cos_PH = cos_PH.to(self.device, self._accurate)
         self._sin_PH = sin_PH.to(self.device, self._accurate)
+        self.attention: FastAttention = SdpaAttention()
+        """How fast batches attend; exact ones never ask."""
+        self._graphs: ForwardGraphs | None = None
         self._replaced: dict[str, QuantizedLinear] = {}
         self._packed: dict[str, prepacked.PrepackedLinear] = {}
 
@@ -103,8 +111,13 @@ class TorchDecoder:
 
     @property
     def scratch_bytes(self) -> int:
-        """Nothing is kept between forwards."""
-        return 0
+        """Buffers of recorded forwards; else nothing is kept between forwards."""
+        return 0 if self._graphs is None else self._graphs.nbytes
+
+    @property
+    def graphs(self) -> ForwardGraphs | None:
+        """Forwards recorded so far; None where none are."""
+        return self._graphs
 
     def new_storage(self, pages: int) -> KVStorage:
         """Return zeroed KV memory for ``pages`` pages."""
@@ -139,8 +152,25 @@ class TorchDecoder:
                 raise ValueError(
                     f"{name}: {(linear.out_features, linear.in_features)} cannot replace {shape}"
                 )
-        other = copy.copy(self)
+        other = self.with_fast_paths(self.attention, None if self._graphs is None else self._graphs.recorder)
         other._replaced = {**self._replaced, **linears}
+        return other
+
+    def with_fast_paths(self, attention: FastAttention, recorder: Recorder | None) -> "TorchDecoder":
+        """Return a decoder of the same weights that attends so and records its forwards, or does not.
+
+        Raises ``ValueError`` for a recorder where rows are computed one by one.
+        """
+        if recorder is not None and self.row_invariant:
+            raise ValueError(
+                "forwards that compute every row alone have as many shapes as rows: not recorded"
+            )
+        other = copy.copy(self)
+        other.attention, other._graphs = attention, None
+        if recorder is not None:
+            other._graphs = ForwardGraphs(
+                recorder, self.spec, dtype=self.dtype, logits_dtype=self._accurate, device=self.device
+            )
         return other
 
     @torch.no_grad()
@@ -155,6 +185,13 @@ class TorchDecoder:
     ) -> ForwardResult:
         """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
         loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
+        if self._graphs is not None and not taps:
+            storage = _torch_kv(kv)
+            replayed = self._graphs.forward(
+                self._padded_forward, batch, storage, loops=loops, hidden_MD=hidden_MD
+            )
+            if replayed is not None:
+                return replayed
         places = {name: tap_place(name, loops, self.spec.layers) for name in taps}
         plan = self._plan(batch)
         seen: dict[TapPlace, Tensor] = {}
@@ -176,6 +213,19 @@ class TorchDecoder:
         logits_RV = self.head(hidden_MD[batch.head_rows_R.long().to(self.device)])
         kept = {name: seen[place] for name, place in places.items()}
         return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD, taps=kept)
+
+    @torch.no_grad()
+    def _padded_forward(self, rows: StaticRows, kv: TorchKV, loops: range) -> tuple[Tensor, Tensor]:
+        """Return logits and states of all rows of a bucket. Takes no number back to the host."""
+        plan = AttentionPlan(
+            write_slots_M=rows.write_slots_R.long(),
+            positions_M=rows.positions_R.long(),
+            reads=self.attention.plan_padded(rows.sequences, window=self.spec.sliding_window),
+        )
+        hidden_RD = self.embed(rows.token_ids_R) if rows.hidden_RD is None else rows.hidden_RD
+        for loop in loops:
+            hidden_RD = self._block(hidden_RD, plan, kv, loop=loop)
+        return self.head(hidden_RD), hidden_RD
 
     @torch.no_grad()
     def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
@@ -204,7 +254,9 @@ class TorchDecoder:
         """Run all layers once on KV planes of ``loop`` and return the states after it (M, hidden)."""
         if loop not in range(self.spec.loops):
             raise ValueError(f"loop {loop} is outside 0..{self.spec.loops - 1}")
-        plan = self._plan(batch)
+        return self._block(hidden_MD, self._plan(batch), kv, loop=loop)
+
+    def _block(self, hidden_MD: Tensor, plan: AttentionPlan, kv: KVStorage, *, loop: int) -> Tensor:
         for layer in range(self.spec.layers):
             hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=layer)
         return self._close_loop(hidden_MD)
@@ -226,9 +278,10 @@ class TorchDecoder:
         return weighted_MD.sum(-1) + self.weights.gate_bias.to(self._accurate)
 
     def _plan(self, batch: RowBatch) -> AttentionPlan:
-        return plan_attention(
-            batch, window=self.spec.sliding_window, exact=self.row_invariant, device=self.device
-        )
+        window = self.spec.sliding_window
+        if self.row_invariant:
+            return plan_rows(batch, window=window, device=self.device)
+        return plan_batch(self.attention, batch, window=window, device=self.device)
 
     def _parts(self, x_MD: Tensor) -> list[Tensor]:
         """Return what is computed in one go: every row alone, freshly allocated, or all rows."""
@@ -242,10 +295,8 @@ class TorchDecoder:
         self, hidden_MD: Tensor, plan: AttentionPlan, kv: KVStorage, *, loop: int, layer: int
     ) -> Tensor:
         """Return the residual stream after one layer; its keys and values are written on the way."""
-        if not isinstance(kv, TorchKV):
-            raise TypeError(f"the torch decoder cannot read {type(kv).__name__}")
-        plane = loop * self.spec.layers + layer
-        keys_XNH, values_XNH = kv.keys[plane], kv.values[plane]
+        storage, plane = _torch_kv(kv), loop * self.spec.layers + layer
+        keys_XNH, values_XNH = storage.keys[plane], storage.values[plane]
         parts = self._parts(hidden_MD)
         starts = range(0, hidden_MD.shape[0], parts[0].shape[0]) if parts else ()
         queries = []
@@ -258,11 +309,11 @@ class TorchDecoder:
         # All keys of the batch are written before any row reads: rows may stand in any order.
         out = []
         for index, (x_MD, query_MNGH) in enumerate(zip(parts, queries, strict=True)):
-            if self.row_invariant:
-                slots_T = plan.read_slots[index]
+            if plan.reads is None:
+                slots_T = plan.row_slots[index]
                 attended = attend_row(query_MNGH[0].contiguous(), keys_XNH, values_XNH, slots_T)
             else:
-                attended = attend_groups(query_MNGH, keys_XNH, values_XNH, plan.groups)
+                attended = plan.reads.attend(query_MNGH, keys_XNH, values_XNH)
             out.append(self._after_attention(layer, x_MD, attended.reshape(x_MD.shape[0], -1)))
         return torch.cat(out) if out else hidden_MD
 
@@ -324,3 +375,9 @@ class TorchDecoder:
         first, second = x_MNH.to(self._accurate).chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(self.dtype)
+
+
+def _torch_kv(kv: KVStorage) -> TorchKV:
+    if not isinstance(kv, TorchKV):
+        raise TypeError(f"the torch decoder cannot read {type(kv).__name__}")
+    return kv
