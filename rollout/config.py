@@ -48,6 +48,16 @@ class EngineConfig:
     """``auto``: exact where the start-up self-check passes, and fast on an accelerator, where rows would have
     to be computed one by one. ``exact`` refuses to start where the check does not pass."""
 
+    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    """Of the torch decoder in ``fast`` numerics on CUDA: torch's SDPA, or flash-attn (the extra ``flash``;
+    bfloat16). ``auto``: flash-attn where it is installed and agrees with SDPA on this policy at start.
+    ``flash`` refuses to start where it does not."""
+
+    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    """Record forwards of few rows (plain rounds, verification, drafts) per shape and run them again: starting
+    hundreds of kernels takes longer than small ones run. In ``fast`` numerics on CUDA. ``auto``: where a
+    recorded forward agrees with a plain one at start. ``always`` refuses to start where it does not."""
+
     verify: Literal["coupled", "block", "token"] = "coupled"
     threads: int = 0
     """Threads of the kernels; 0: one per physical core this process may use."""
@@ -81,6 +91,15 @@ class EngineConfig:
         )
         if not isinstance(self.device, str) or not self.device:
             raise ConfigError(f"engine.device must name a device, got {self.device!r}")
+        for setting, fast_only in (
+            (f"engine.attention={self.attention}", self.attention == "flash"),
+            (f"engine.cuda_graphs={self.cuda_graphs}", self.cuda_graphs == "always"),
+        ):
+            if fast_only and self.numerics == "exact":
+                raise ConfigError(
+                    f"{setting} and engine.numerics=exact exclude each other: rows computed together share "
+                    "no bits with rows computed alone. Set engine.numerics=fast, or leave the other at auto"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

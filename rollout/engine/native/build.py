@@ -15,6 +15,7 @@ from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.fast_paths import cuda_device, refuse_off_device, with_fast_paths
 from rollout.engine.native.numerics import is_row_invariant
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.engine.target import Chooser
@@ -58,11 +59,15 @@ class LiveWeights:
 
 
 def live_weights(policy: Policy, config: EngineConfig) -> LiveWeights:
-    """Pack a policy's weights and check their numerics."""
+    """Pack a policy's weights and check their numerics, and on CUDA its fast paths."""
+    refuse_off_device(config)
     threads = config.threads or len(usable_cores())
     rope = rope_tables(policy.config, min(policy.spec.max_positions, config.max_context_tokens + 1))
     decoder, description = _decoder(policy.spec, rope.cos_PH, rope.sin_PH, config, threads)
     decoder.load(policy.state)
+    if isinstance(decoder, TorchDecoder) and decoder.device.type == "cuda":
+        decoder, fast_paths = with_fast_paths(decoder, config, cuda_device(decoder.device))
+        description = f"{description} {fast_paths}".rstrip()
     return LiveWeights(decoder=decoder, description=description, exact=_numerics(decoder, config))
 
 

@@ -76,7 +76,7 @@ class FlashKernels:
     """Tokens per page must be a multiple of it for ``cache`` to read pages where they are."""
 
     table_recordable: bool
-    """Whether ``cache`` with a table may be recorded. Version 2 then reads the longest length back to the host
+    """Whether ``cache`` with a table may be recorded. Version 2 then reads the longest length to the host
     (``mha_fwd_kvcache`` in ``flash_api.cpp``, from 2.8.4 on at the latest)."""
 
 

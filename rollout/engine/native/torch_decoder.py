@@ -110,6 +110,11 @@ class TorchDecoder:
         return self.weights.nbytes + packed
 
     @property
+    def positions(self) -> int:
+        """Positions its rotary tables reach."""
+        return self._cos_PH.shape[0]
+
+    @property
     def scratch_bytes(self) -> int:
         """Buffers of recorded forwards; else nothing is kept between forwards."""
         return 0 if self._graphs is None else self._graphs.nbytes
