@@ -111,7 +111,7 @@ class LinearWeight(Protocol):
 
 
 class QuantizedLinear(Protocol):
-    """A drafter's own version of one linear."""
+    """A drafter's own version of one linear. Its buffers keep their addresses: engines record them."""
 
     name: str
     out_features: int

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 
 from drafters.types import DraftError
-from rollout.bench.device_costs import CostGrid, measure, quantized, random_decoder
+from rollout.bench.device_costs import CostGrid, arms_of, measure, quantized, random_decoder
 from rollout.bench.machine import commit, machine, versions
 from rollout.policy.spec import ModelSpec
 from rollout.proof.device import CHECKS, DeviceFinding, not_run
+from rollout.proof.device_paths import PATH_CHECKS, recorder_on
 
-SCHEMA = 1
+SCHEMA = 2
+ALL_CHECKS = {**CHECKS, **PATH_CHECKS}
 COSTS_UNTIL_S = 240.0
 """No further cost is measured after so long: what remains of five minutes is for the last one and writing."""
 
@@ -62,8 +64,9 @@ TINY = ModelSpec(
 )
 GROUP = 32
 NEVER_RUN = {
-    "flash_attention": "there is no such path: attention is torch's SDPA",
-    "cuda_graphs": "there are none",
+    "recorded_lanes": "passes of lanes (drafter wavefront) are not recorded: rows of several loops share one",
+    "recorded_prompts": "prompt chunks are not recorded: they are wide, and no two have one shape",
+    "flash_attention_4": "there is no path for it: versions 2 and 3 are looked for",
 }
 """What a reader may look for and the engine does not have."""
 
@@ -71,7 +74,7 @@ NEVER_RUN = {
 def correctness(device: str) -> dict[str, DeviceFinding]:
     """Make every check; one that raises has failed, and says how."""
     findings: dict[str, DeviceFinding] = {}
-    for name, check in CHECKS.items():
+    for name, check in ALL_CHECKS.items():
         try:
             findings[name] = check(device)
         except Exception:  # noqa: BLE001 - one broken part must not hide what the others find
@@ -83,7 +86,7 @@ def correctness(device: str) -> dict[str, DeviceFinding]:
 
 
 def costs(device: str, *, tiny: bool, until_s: float) -> DeviceFinding:
-    """Measure plain, draft and verify forwards of random weights."""
+    """Measure plain, draft and verify forwards of random weights, run as they are and recorded."""
     grid = CostGrid(batches=(1, 2), contexts=(32,), gammas=(1, 3)) if tiny else CostGrid()
     spec = TINY if tiny else LLAMA
     positions = max(grid.contexts) + max(grid.gammas) + 2
@@ -93,13 +96,15 @@ def costs(device: str, *, tiny: bool, until_s: float) -> DeviceFinding:
         drafter = quantized(decoder, group=GROUP)
     except (DraftError, RuntimeError) as error:
         draft_state = f"not run: {error}"
-    points, left_out = measure(decoder, drafter, grid, until_s=until_s)
+    recorder = recorder_on(device)
+    points, left_out = measure(arms_of(decoder, drafter, recorder), grid, until_s=until_s)
     return DeviceFinding(
         state="ran",
         facts={
             "parameters": spec.body_linear_params + spec.head_params,
             "dtype": "bfloat16",
             "draft": draft_state,
+            "recorder": recorder.description,
             "points": [asdict(point) for point in points],
             "not_run": left_out,
         },
@@ -109,7 +114,7 @@ def costs(device: str, *, tiny: bool, until_s: float) -> DeviceFinding:
 def say(name: str, finding: DeviceFinding) -> None:
     """Print one line about a part."""
     verdict = {True: "passed", False: "FAILED", None: "reported"}[finding.passed]
-    print(f"{name:<16}{verdict if finding.state == 'ran' else finding.state}", flush=True)
+    print(f"{name:<22}{verdict if finding.state == 'ran' else finding.state}", flush=True)
 
 
 def verdict_of(findings: Mapping[str, DeviceFinding]) -> int:
@@ -131,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     device = str(options.device)
     hardware: str | None = None
     if device.startswith("cuda") and not torch.cuda.is_available():
-        findings = dict.fromkeys((*CHECKS, "costs"), not_run("this torch sees no CUDA device"))
+        findings = dict.fromkeys((*ALL_CHECKS, "costs"), not_run("this torch sees no CUDA device"))
         for name, finding in findings.items():
             say(name, finding)
     else:

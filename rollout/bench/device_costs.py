@@ -12,7 +12,9 @@ import torch
 
 from drafters.int4.linears import Bits, build_linear
 from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.forward_graphs import Recorder
 from rollout.engine.native.pages import PagePool, pages_for
+from rollout.engine.native.row_buckets import MOST_ROWS, MOST_WIDTH
 from rollout.engine.native.timing import time_forward
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.policy.families import default_inverse_frequencies, tables_of
@@ -45,6 +47,12 @@ class VerifyCost:
     """The chance, the same for every draft, at which drafting and plain decoding commit tokens equally fast;
     None when not even drafts that are always right would pay, or no draft pass could be timed."""
 
+    verify_recorded_ms: float | None
+    """The same forward recorded and run again; None for one that no recording takes."""
+
+    recorded_break_even_acceptance: float | None
+    """As above where all forwards are recorded; None as above, or where one of them is not."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostPoint:
@@ -55,6 +63,10 @@ class CostPoint:
     ar_ms: float
     draft_ms: float | None
     draft_over_ar: float | None
+    ar_recorded_ms: float | None
+    draft_recorded_ms: float | None
+    ar_recorded_over_plain: float | None
+    draft_recorded_over_plain: float | None
     by_gamma: tuple[VerifyCost, ...]
 
 
@@ -86,12 +98,32 @@ def quantized(decoder: TorchDecoder, *, group: int) -> TorchDecoder:
     return decoder.with_linears(linears)
 
 
-def measure(
-    decoder: Decoder, drafter: Decoder | None, grid: CostGrid, *, until_s: float
-) -> tuple[list[CostPoint], list[str]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arms:
+    """A policy and its drafter, run as they are and, where given, recorded."""
+
+    plain: TorchDecoder
+    recorded: TorchDecoder | None = None
+    draft_plain: TorchDecoder | None = None
+    draft_recorded: TorchDecoder | None = None
+
+
+def arms_of(decoder: TorchDecoder, drafter: TorchDecoder | None, recorder: Recorder | None) -> Arms:
+    """Return what is measured; without a recorder nothing is recorded."""
+    if recorder is None:
+        return Arms(plain=decoder, draft_plain=drafter)
+    return Arms(
+        plain=decoder,
+        recorded=decoder.with_fast_paths(decoder.attention, recorder),
+        draft_plain=drafter,
+        draft_recorded=drafter and drafter.with_fast_paths(drafter.attention, recorder),
+    )
+
+
+def measure(arms: Arms, grid: CostGrid, *, until_s: float) -> tuple[list[CostPoint], list[str]]:
     """Return the points measured before ``until_s`` of the monotonic clock, and which were not."""
     most = max(grid.batches) * pages_for(max(grid.contexts) + max(grid.gammas) + 1)
-    storage, pool = decoder.new_storage(most), PagePool(most)
+    clock = _ForwardClock(storage=arms.plain.new_storage(most), pool=PagePool(most))
     points: list[CostPoint] = []
     left_out: list[str] = []
     for context in grid.contexts:
@@ -99,51 +131,100 @@ def measure(
             if time.monotonic() >= until_s:
                 left_out.append(f"batch {batch}, context {context}: out of time")
             else:
-                points.append(_point(decoder, drafter, storage, pool, batch, context, grid.gammas))
+                points.append(_point(arms, clock, batch, context, grid.gammas))
     return points, left_out
 
 
-def _point(
-    decoder: Decoder,
-    drafter: Decoder | None,
-    storage: KVStorage,
-    pool: PagePool,
-    batch: int,
-    context: int,
-    gammas: Sequence[int],
-) -> CostPoint:
-    def median_s(model: Decoder, rows_each: int) -> float:
-        rows = rows_each * batch
-        times = [
-            time_forward(model, storage, pool, rows=rows, context_tokens=context, sequences=batch)
-            for _ in range(WARM_UPS + REPEATS)
-        ]
-        return statistics.median(times[WARM_UPS:])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pair:
+    """Medians of one forward, in seconds."""
 
-    ar_s = median_s(decoder, 1)
-    draft_s = None if drafter is None else median_s(drafter, 1)
+    plain_s: float | None
+    recorded_s: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        return _over(self.recorded_s, self.plain_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ForwardClock:
+    """Times forwards over one pool."""
+
+    storage: KVStorage
+    pool: PagePool
+
+    def pair(
+        self, plain: Decoder | None, recorded: Decoder | None, *, batch: int, context: int, rows_each: int
+    ) -> _Pair:
+        """Return medians of a forward run as it is and recorded, taken in turns."""
+        fits = rows_each <= MOST_WIDTH and rows_each * batch <= MOST_ROWS
+        models = {"plain": plain, "recorded": recorded if fits else None}
+        times: dict[str, list[float]] = {name: [] for name, model in models.items() if model is not None}
+        for _ in range(WARM_UPS + REPEATS):
+            for name, taken in times.items():
+                model = models[name]
+                assert model is not None
+                taken.append(
+                    time_forward(
+                        model,
+                        self.storage,
+                        self.pool,
+                        rows=rows_each * batch,
+                        context_tokens=context,
+                        sequences=batch,
+                    )
+                )
+        medians = {name: statistics.median(taken[WARM_UPS:]) for name, taken in times.items()}
+        return _Pair(plain_s=medians.get("plain"), recorded_s=medians.get("recorded"))
+
+
+def _point(arms: Arms, clock: _ForwardClock, batch: int, context: int, gammas: Sequence[int]) -> CostPoint:
+    ar = clock.pair(arms.plain, arms.recorded, batch=batch, context=context, rows_each=1)
+    draft = clock.pair(arms.draft_plain, arms.draft_recorded, batch=batch, context=context, rows_each=1)
+    assert ar.plain_s is not None
     by_gamma = []
     for gamma in gammas:
-        verify_s = median_s(decoder, gamma + 1)
-        needed = None
-        if draft_s is not None:
-            needed = break_even_acceptance(gamma, cost_over_ar=(gamma * draft_s + verify_s) / ar_s)
+        verify = clock.pair(arms.plain, arms.recorded, batch=batch, context=context, rows_each=gamma + 1)
+        assert verify.plain_s is not None
         by_gamma.append(
             VerifyCost(
                 gamma=gamma,
-                verify_ms=1e3 * verify_s,
-                verify_over_ar=verify_s / ar_s,
-                break_even_acceptance=needed,
+                verify_ms=1e3 * verify.plain_s,
+                verify_over_ar=verify.plain_s / ar.plain_s,
+                break_even_acceptance=_needed(gamma, draft.plain_s, verify.plain_s, ar.plain_s),
+                verify_recorded_ms=_ms(verify.recorded_s),
+                recorded_break_even_acceptance=_needed(
+                    gamma, draft.recorded_s, verify.recorded_s, ar.recorded_s
+                ),
             )
         )
     return CostPoint(
         batch=batch,
         context_tokens=context,
-        ar_ms=1e3 * ar_s,
-        draft_ms=None if draft_s is None else 1e3 * draft_s,
-        draft_over_ar=None if draft_s is None else draft_s / ar_s,
+        ar_ms=1e3 * ar.plain_s,
+        draft_ms=_ms(draft.plain_s),
+        draft_over_ar=_over(draft.plain_s, ar.plain_s),
+        ar_recorded_ms=_ms(ar.recorded_s),
+        draft_recorded_ms=_ms(draft.recorded_s),
+        ar_recorded_over_plain=ar.ratio,
+        draft_recorded_over_plain=draft.ratio,
         by_gamma=tuple(by_gamma),
     )
+
+
+def _needed(gamma: int, draft_s: float | None, verify_s: float | None, ar_s: float | None) -> float | None:
+    if draft_s is None or verify_s is None or ar_s is None:
+        return None
+    return break_even_acceptance(gamma, cost_over_ar=(gamma * draft_s + verify_s) / ar_s)
+
+
+def _over(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or whole is None else part / whole
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def break_even_acceptance(gamma: int, *, cost_over_ar: float) -> float | None:

@@ -54,7 +54,8 @@ def not_run(why: str) -> DeviceFinding:
     return DeviceFinding(state=f"not run: {why}")
 
 
-def _ran(passed: bool | None, **facts: Any) -> DeviceFinding:
+def ran(passed: bool | None, **facts: Any) -> DeviceFinding:
+    """Return the finding of a check that was made."""
     return DeviceFinding(state="ran", passed=passed, facts=facts)
 
 
@@ -77,7 +78,7 @@ def check_logits(device: str) -> DeviceFinding:
             found = _two_forwards(decoder_on(policy, device, dtype)).double().cpu()
             worst[dtype] = max(worst[dtype], float((found - expected).abs().max()))
     passed = all(worst[dtype] <= most for dtype, most in LOGIT_TOLERANCE.items())
-    return _ran(passed, families=list(FAMILIES), worst={str(d): w for d, w in worst.items()})
+    return ran(passed, families=list(FAMILIES), worst={str(d): w for d, w in worst.items()})
 
 
 def _two_forwards(decoder: TorchDecoder) -> Tensor:
@@ -108,7 +109,7 @@ def check_noise(device: str) -> DeviceFinding:
     there = noise.hash32(keys, tokens_V.to(device)).cpu()
     apart = float((noise.gumbel_of_hash(here) - noise.gumbel_of_hash(here.to(device)).cpu()).abs().max())
     equal = torch.equal(here, there)
-    return _ran(equal and apart <= NOISE_TOLERANCE, hashes_equal=equal, largest_noise_difference=apart)
+    return ran(equal and apart <= NOISE_TOLERANCE, hashes_equal=equal, largest_noise_difference=apart)
 
 
 def check_chooser(device: str) -> DeviceFinding:
@@ -131,7 +132,7 @@ def check_chooser(device: str) -> DeviceFinding:
     differing = sum(a.token != b.token for a, b in zip(here, there, strict=True))
     apart = max(abs(a.scaled_logprob - b.scaled_logprob) for a, b in zip(here, there, strict=True))
     probs = (chooser.probs(logits_RV, rows) - chooser.probs(logits_RV.to(device), rows).cpu()).abs().max()
-    return _ran(
+    return ran(
         differing == 0 and max(apart, float(probs)) <= LOGPROB_TOLERANCE,
         rows=len(rows),
         tokens_that_differ=differing,
@@ -146,7 +147,7 @@ def check_row_invariance(device: str) -> DeviceFinding:
         str(dtype): is_row_invariant(decoder_on(tiny_policy(vocab=VOCAB), device, dtype, exact=True))
         for dtype in LOGIT_TOLERANCE
     }
-    return _ran(None, row_by_row_is_invariant=found)
+    return ran(None, row_by_row_is_invariant=found)
 
 
 def check_speculation(device: str) -> DeviceFinding:
@@ -155,7 +156,7 @@ def check_speculation(device: str) -> DeviceFinding:
     invariant = is_row_invariant(decoder_on(policy, device, torch.float32, exact=True))
     drafted, equal, samples = 0, 0, 0
     for seed in range(3):
-        engine = tiny_engine(policy, [_oracle_drafter()], dtype=torch.float32, device=device, exact=invariant)
+        engine = tiny_engine(policy, [oracle_drafter()], dtype=torch.float32, device=device, exact=invariant)
         requests = requests_for(vocab=VOCAB, prompts=4, samples=2, seed=seed, params=MIXED_PARAMS)
         plain = run_engine(engine, requests, ar_plan)
         drafting = run_engine(engine, requests, fixed_plan("w4", 3))
@@ -163,10 +164,11 @@ def check_speculation(device: str) -> DeviceFinding:
         equal += sum(plain[key].token_ids == drafting[key].token_ids for key in plain)
         drafted += sum(c.provenance.drafted for c in drafting.values() if c.provenance is not None)
     facts = {"samples": samples, "equal": equal, "drafted_tokens": drafted, "row_invariant": invariant}
-    return _ran((equal == samples and drafted > 0) if invariant else None, **facts)
+    return ran((equal == samples and drafted > 0) if invariant else None, **facts)
 
 
-def _oracle_drafter() -> W4Drafter:
+def oracle_drafter() -> W4Drafter:
+    """Return a drafter on plain torch, which runs wherever torch does."""
     return W4Drafter(DrafterConfig(w4_kernel="torch", w4_group=32))
 
 
@@ -192,7 +194,7 @@ def check_int4(device: str) -> DeviceFinding:
         passed.append(apart <= INT4_TOLERANCE)
     if not passed:
         return not_run("; ".join(f"{name}: {why}" for name, why in facts.items()))
-    return _ran(all(passed), **facts)
+    return ran(all(passed), **facts)
 
 
 CHECKS: Mapping[str, Callable[[str], DeviceFinding]] = {

@@ -123,16 +123,18 @@ def _problem(decoder: TorchDecoder, reference: TorchDecoder) -> str | None:
 def disagreement(decoder: TorchDecoder, reference: TorchDecoder) -> float:
     """Return the largest difference of two decoders' logits, relative to the largest; infinite if not finite.
 
-    Prompts, plain rows and drafts of three sequences, in scratch memory. The second round runs twice: a
-    recording is made in the first and run again in the other.
+    Prompts, plain rows and drafts of three sequences, in scratch memory. Drafts run twice: they are recorded,
+    then what was recorded runs again.
     """
-    found, expected = _check_logits(decoder), _check_logits(reference)
+    found, expected = self_check_logits(decoder), self_check_logits(reference)
     if not bool(found.isfinite().all()):
         return float("inf")
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _check_logits(decoder: TorchDecoder) -> Tensor:
+def self_check_logits(decoder: TorchDecoder) -> Tensor:
+    """Return the logits (R, V) of the self-check's rows, float64 on the CPU: the same for every decoder of a
+    policy, as far as its numerics go."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(decoder.spec.vocab_size, (3, 64), generator=generator, dtype=torch.int32)
     storage = decoder.new_storage(3 * 64 // PAGE_TOKENS)

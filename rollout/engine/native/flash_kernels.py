@@ -11,6 +11,7 @@ pages of a table, C pages of a pool, A query heads, N KV heads, H head dimension
 """
 
 import importlib
+import importlib.metadata
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -23,6 +24,8 @@ from rollout.policy.spec import ModelSpec
 
 MODULES = {3: "flash_attn_interface", 2: "flash_attn.flash_attn_interface"}
 """By version. flash-attn 4 also installs a package ``flash_attn``, without the second module."""
+
+DISTRIBUTIONS = {3: "flash_attn_3", 2: "flash_attn"}
 
 INSTALL = "pip install --no-build-isolation 'taildraft[flash]' builds version 2 where nvcc is"
 
@@ -111,16 +114,16 @@ def find_flash(capability: tuple[int, int]) -> FlashKernels:
 
 def flash2_kernels(module: ModuleType) -> FlashKernels:
     """Return the kernels of ``flash_attn.flash_attn_interface``."""
-    return _kernels(module, version=2, table="block_table", page_multiple=256, table_recordable=False)
+    return _kernels(module, 2, table="block_table", page_multiple=256, table_recordable=False)
 
 
 def flash3_kernels(module: ModuleType) -> FlashKernels:
     """Return the kernels of ``flash_attn_interface``."""
-    return _kernels(module, version=3, table="page_table", page_multiple=1, table_recordable=True)
+    return _kernels(module, 3, table="page_table", page_multiple=1, table_recordable=True)
 
 
 def _kernels(
-    module: ModuleType, *, version: int, table: str, page_multiple: int, table_recordable: bool
+    module: ModuleType, version: int, *, table: str, page_multiple: int, table_recordable: bool
 ) -> FlashKernels:
     """Return the kernels of a version that calls its table of pages ``table``."""
 
@@ -168,14 +171,20 @@ def _kernels(
         )
         return out
 
-    number = getattr(module, "__version__", version)
     return FlashKernels(
-        description=f"flash-attn {number}",
+        description=f"flash-attn {_installed_version(DISTRIBUTIONS[version]) or version}",
         varlen=varlen,
         cache=cache,
         page_multiple=page_multiple,
         table_recordable=table_recordable,
     )
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ of a decoder's recordings share, its KV memory and its weights. Hence what keeps
   the new ones.
 - KV memory of another object has other addresses. Recordings belong to the storage they were made over and
   are dropped when another is used, or when it is given back.
-- A decoder with other linears (``with_linears``) has recordings of its own, made when they are needed.
+- A decoder of other linears (``with_linears``) has recordings of its own, made when they are needed.
 
 On a CPU ``EagerRecorder`` runs the same function on the same buffers, which tests all of this but the
 recording.

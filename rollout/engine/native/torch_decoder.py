@@ -100,6 +100,7 @@ class TorchDecoder:
         self.attention: FastAttention = SdpaAttention()
         """How fast batches attend; exact ones never ask."""
         self._graphs: ForwardGraphs | None = None
+        self._last_replacing: TorchDecoder | None = None
         self._replaced: dict[str, QuantizedLinear] = {}
         self._packed: dict[str, prepacked.PrepackedLinear] = {}
 
@@ -148,7 +149,11 @@ class TorchDecoder:
             )
 
     def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> "TorchDecoder":
-        """Return a decoder with these linears; those not named, and all else, stay this policy's own."""
+        """Return a decoder with these linears; those not named, and all else, stay this policy's own.
+
+        Where forwards are recorded, the linears of the last call give the last decoder, recordings included:
+        linears are rebuilt within their buffers, and a weight update must not cost every recording of drafts.
+        """
         for name, linear in linears.items():
             if name not in self.weights.linears:
                 raise ValueError(f"there is no linear {name!r} to replace")
@@ -157,8 +162,13 @@ class TorchDecoder:
                 raise ValueError(
                     f"{name}: {(linear.out_features, linear.in_features)} cannot replace {shape}"
                 )
+        replaced = {**self._replaced, **linears}
+        last = self._last_replacing
+        if last is not None and _same_objects(last._replaced, replaced):
+            return last
         other = self.with_fast_paths(self.attention, None if self._graphs is None else self._graphs.recorder)
-        other._replaced = {**self._replaced, **linears}
+        other._replaced = replaced
+        self._last_replacing = None if self._graphs is None else other
         return other
 
     def with_fast_paths(self, attention: FastAttention, recorder: Recorder | None) -> "TorchDecoder":
@@ -171,7 +181,7 @@ class TorchDecoder:
                 "forwards that compute every row alone have as many shapes as rows: not recorded"
             )
         other = copy.copy(self)
-        other.attention, other._graphs = attention, None
+        other.attention, other._graphs, other._last_replacing = attention, None, None
         if recorder is not None:
             other._graphs = ForwardGraphs(
                 recorder, self.spec, dtype=self.dtype, logits_dtype=self._accurate, device=self.device
@@ -380,6 +390,10 @@ class TorchDecoder:
         first, second = x_MNH.to(self._accurate).chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return turned.to(self.dtype)
+
+
+def _same_objects(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
 
 
 def _torch_kv(kv: KVStorage) -> TorchKV:

@@ -6,12 +6,18 @@ The recorder here runs the recorded function again on the same buffers, so all i
 import gc
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from drafters.int4.linears import build_linear
 from rollout.engine.native import forward_graphs
+from rollout.engine.native.flash_attention import FlashAttention
+from rollout.engine.native.flash_kernels import FlashKernels
 from rollout.engine.native.forward_graphs import EagerRecorder
 from rollout.engine.native.row_buckets import MOST_ROWS, MOST_WIDTH, Bucket, Placed, StaticRows, place
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
@@ -205,16 +211,70 @@ def test_recordings_go_with_the_memory_they_were_made_over() -> None:
     assert graphed.graphs.recordings == 0
 
 
-def test_other_linears_have_recordings_of_their_own() -> None:
-    plain = plain_decoder(tiny_policy())
+def test_a_drafters_recordings_outlive_the_rebuilding_of_its_linears() -> None:
+    policy = tiny_policy()
+    plain = plain_decoder(policy)
     graphed, recorder = recorded(plain)
-    other = graphed.with_linears({})
-    assert other.graphs is not None
-    assert other.graphs is not graphed.graphs
+    linears = {w.name: build_linear("torch", w, bits=4, group=32) for w in graphed.linears()}
+    drafter = graphed.with_linears(linears)
     storage, batch = prefilled(plain, LENGTHS), batch_of([(0, 17)])
-    assert torch.equal(graphed.forward(batch, storage).logits_RV, other.forward(batch, storage).logits_RV)
+    before = drafter.forward(batch, storage).logits_RV
+    assert apart(before, graphed.forward(batch, storage).logits_RV) > 1e-3
     assert recorder.recorded == 2
-    assert plain.graphs is None
+    plain.load(tiny_policy(seed=1).state)
+    for weight in graphed.linears():
+        linears[weight.name].rebuild(weight)
+    assert graphed.with_linears(linears) is drafter
+    after = drafter.forward(batch, storage).logits_RV
+    assert apart(after, plain.with_linears(linears).forward(batch, storage).logits_RV) < 1e-10
+    assert apart(after, before) > 0.1
+    assert recorder.recorded == 2
+    # Other objects are other memory: what was recorded must not be run for them.
+    others = {w.name: build_linear("torch", w, bits=4, group=32) for w in graphed.linears()}
+    other = graphed.with_linears(others)
+    assert other.graphs is not drafter.graphs
+    other.forward(batch, storage)
+    assert recorder.recorded == 3
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what takes numbers back to the host, as recording does, and operands of another device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"), name
+        tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
+        assert all(t.device.type == "meta" for t in tensors), f"{name} reads a tensor of the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "ouro"])
+def test_what_is_recorded_stays_on_the_device(family: str, attention: str) -> None:
+    policy = tiny_policy(family=family)
+    decoder = TorchDecoder(
+        policy.spec,
+        cos_PH=policy.cos_PH,
+        sin_PH=policy.sin_PH,
+        dtype=torch.bfloat16,
+        device="meta",
+        exact=False,
+    )
+    if attention == "flash":
+
+        def cache(query_SQAH: Tensor, *_: Tensor, **__: object) -> Tensor:
+            return torch.empty_like(query_SQAH)
+
+        kernels = FlashKernels(
+            description="none", varlen=cache, cache=cache, page_multiple=256, table_recordable=False
+        )
+        decoder = decoder.with_fast_paths(FlashAttention(kernels), None)
+    storage = decoder.new_storage(8)
+    assert isinstance(storage, TorchKV)
+    rows = StaticRows(Bucket(sequences=4, width=2, pages=8), spare_page=8, device=torch.device("meta"))
+    with NoHost():
+        logits, hidden = decoder._padded_forward(rows, storage, range(policy.spec.loops))
+    assert (logits.shape, hidden.shape) == ((8, 48), (8, policy.spec.hidden_size))
 
 
 def test_what_was_not_used_for_longest_goes_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,21 @@ from drafters.config import DrafterConfig
 from rollout.bench.device_costs import CostGrid, break_even_acceptance
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.build import build_engine
+from rollout.engine.native.forward_graphs import EagerRecorder
+from rollout.engine.native.torch_attention import TorchKV
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import ConfigError
-from rollout.proof.device import CHECKS, DeviceFinding, check_chooser, check_int4, check_noise, not_run
-from rollout.testing import save_tiny_folder
+from rollout.proof.device import (
+    CHECKS,
+    DeviceFinding,
+    check_chooser,
+    check_int4,
+    check_noise,
+    decoder_on,
+    not_run,
+)
+from rollout.proof.device_paths import PATH_CHECKS, check_flash_attention, leaves_others_untouched
+from rollout.testing import save_tiny_folder, tiny_policy
 
 no_cuda_here = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -43,7 +54,7 @@ def _record(module: ModuleType, out: Path, *options: str) -> tuple[int, Mapping[
 def test_without_a_device_nothing_is_claimed(gpu_check: ModuleType, tmp_path: Path) -> None:
     code, record = _record(gpu_check, tmp_path / "out.json")
     assert (code, record["exit_code"]) == (2, 2)
-    assert set(record["parts"]) >= {*CHECKS, "costs"}
+    assert set(record["parts"]) >= {*CHECKS, *PATH_CHECKS, "costs"}
     assert all(part["state"].startswith("not run: ") for part in record["parts"].values())
     assert all(part["passed"] is None for part in record["parts"].values())
 
@@ -52,14 +63,23 @@ def test_without_a_device_nothing_is_claimed(gpu_check: ModuleType, tmp_path: Pa
 def test_on_the_cpu_every_part_runs_and_passes(gpu_check: ModuleType, tmp_path: Path) -> None:
     code, record = _record(gpu_check, tmp_path / "out.json", "--device", "cpu", "--tiny")
     assert code == 0
-    for name in (*CHECKS, "costs"):
+    for name in {*CHECKS, *PATH_CHECKS, "costs"} - {"flash_attention"}:
         assert record["parts"][name]["state"] == "ran", record["parts"][name]
+    assert record["parts"]["flash_attention"]["state"] == "not run: flash-attn runs on CUDA, not on cpu"
     assert record["parts"]["speculation"]["facts"]["drafted_tokens"] > 0
+    recorded = record["parts"]["recorded_forwards"]["facts"]
+    # Nothing is recorded on a CPU, and the record says so.
+    assert recorded["recorder"] == record["parts"]["costs"]["facts"]["recorder"] == "buckets run eagerly"
+    assert recorded["others_untouched"] is True
+    assert all(recorded["bits_of_the_same_buckets_run_eagerly"].values())
+    speculation = record["parts"]["recorded_speculation"]["facts"]
+    assert speculation["drafted_tokens"] > 0
     grid = CostGrid(batches=(1, 2), contexts=(32,), gammas=(1, 3))
     points = record["parts"]["costs"]["facts"]["points"]
     assert [(p["batch"], p["context_tokens"]) for p in points] == [(1, 32), (2, 32)]
     for point in points:
-        assert min(point["ar_ms"], point["draft_ms"]) > 0
+        assert min(point[f"{part}_{how}"] for part in ("ar", "draft") for how in ("ms", "recorded_ms")) > 0
+        assert point["ar_recorded_over_plain"] == point["ar_recorded_ms"] / point["ar_ms"]
         assert [cost["gamma"] for cost in point["by_gamma"]] == list(grid.gammas)
 
 
@@ -70,6 +90,19 @@ def test_one_failed_check_is_the_verdict_and_none_made_is_no_verdict(gpu_check: 
     assert gpu_check.verdict_of({"a": passed, "b": reported, "c": not_run("no")}) == 0
     assert gpu_check.verdict_of({"a": passed, "b": failed}) == 1
     assert gpu_check.verdict_of({"a": reported, "b": not_run("no")}) == 2
+
+
+def test_a_forward_that_writes_beside_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_on(tiny_policy(layers=1), "cpu", torch.float32)
+    recorded = decoder.with_fast_paths(decoder.attention, EagerRecorder())
+    assert leaves_others_untouched(recorded)
+    monkeypatch.setattr(TorchKV, "spare_page", 2)
+    assert not leaves_others_untouched(recorded)
+
+
+def test_flash_attn_that_is_not_there_is_not_run() -> None:
+    finding = check_flash_attention("cpu")
+    assert (finding.passed, finding.state[:9]) == (None, "not run: ")
 
 
 def test_the_checks_pass_where_device_and_reference_are_one() -> None:
