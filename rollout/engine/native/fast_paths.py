@@ -27,8 +27,8 @@ MOST_DISAGREEMENT = 0.05
 """Largest difference of logits, relative to the largest logit, that summation order explains in bfloat16.
 Rows that read a wrong key, or miss one, differ by far more."""
 
-_PROMPT_TOKENS = 37
-"""More than one page, and wider than what is read as decoding rows."""
+_PROMPT_TOKENS = 41
+"""More than one page, and either half wider than what is read as decoding rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +123,8 @@ def _problem(decoder: TorchDecoder, reference: TorchDecoder) -> str | None:
 def disagreement(decoder: TorchDecoder, reference: TorchDecoder) -> float:
     """Return the largest difference of two decoders' logits, relative to the largest; infinite if not finite.
 
-    Prompts, plain rows and drafts of three sequences, in scratch memory. Drafts run twice: they are recorded,
-    then what was recorded runs again.
+    Prompts, one of them in two chunks, plain rows and drafts of three sequences, in scratch memory. Drafts
+    run twice: they are recorded, then what was recorded runs again.
     """
     found, expected = self_check_logits(decoder), self_check_logits(reference)
     if not bool(found.isfinite().all()):
@@ -152,6 +152,8 @@ def self_check_logits(decoder: TorchDecoder) -> Tensor:
         return decoder.forward(batch, storage).logits_RV.double().cpu()
 
     longest = min(_PROMPT_TOKENS, decoder.positions - 3)
-    prompts = [(0, p) for p in range(longest)] + [(1, p) for p in range(5)] + [(2, 0)]
+    first = (longest + 1) // 2
+    prompts = [(0, p) for p in range(first)] + [(1, p) for p in range(5)] + [(2, 0)]
+    chunk = [(0, p) for p in range(first, longest)]
     drafts = [(0, longest + i) for i in range(3)] + [(1, 5), (2, 1)]
-    return torch.cat([run(prompts), run(drafts), run(drafts)])
+    return torch.cat([run(rows) for rows in (prompts, chunk, drafts, drafts)])

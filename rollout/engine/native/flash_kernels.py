@@ -138,7 +138,7 @@ def _kernels(
         most_keys: int,
         window: int | None,
     ) -> Tensor:
-        out: Tensor = module.flash_attn_varlen_func(
+        result = module.flash_attn_varlen_func(
             query_KAH,
             keys_LNH,
             values_LNH,
@@ -149,6 +149,8 @@ def _kernels(
             causal=True,
             window_size=_window_size(window),
         )
+        # Early releases of version 3 return the sums of their softmax as well.
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     def cache(

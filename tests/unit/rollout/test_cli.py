@@ -70,7 +70,7 @@ def test_every_example_of_the_help_is_understood(command: str) -> None:
         ),
         (["run", "engine.max_batch=0"], "engine.max_batch must be >= 1, got 0"),
         (["run", "engine.max_batch=many"], "engine.max_batch: expected a whole number, got 'many'"),
-        (["run", "engine=nativ"], "engine: no choice 'nativ'; known: native, torch"),
+        (["run", "engine=nativ"], "engine: no choice 'nativ'; known: cuda, native, torch"),
         (["run", "sead=1"], "sead: unknown setting"),
         (["run", "seed=-1"], "seed must be in 0"),
         (["run", "seed=1,2"], "seed: several values"),

@@ -248,6 +248,7 @@ class NoHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "flash"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "ouro"])
 def test_what_is_recorded_stays_on_the_device(family: str, attention: str) -> None:
