@@ -9,13 +9,17 @@ Shapes: M rows of the batch, R = S Q rows of the bucket, S sequences, Q width, P
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.row_spans import Span, single_rows, spans_of
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.engine.native.torch_attention import PaddedSequences
+
+IntArray = NDArray[np.int32]
 
 MOST_ROWS = 256
 """Rows of the largest bucket. Beyond, kernels take longer than starting them does."""
@@ -60,10 +64,11 @@ def place(batch: RowBatch) -> Placed | None:
     spans = spans_of(batch)
     if max(len(span.rows) for span in spans) > MOST_WIDTH:
         return None
-    together, alone = _bucket(spans), _bucket(single_rows(spans))
-    if together.rows <= 2 * alone.rows and together.rows <= MOST_ROWS:
+    together = _bucket(spans)
+    if together.rows <= min(MOST_ROWS, 2 * _power_of_two(batch.rows)):
         return Placed(bucket=together, spans=spans)
-    return Placed(bucket=alone, spans=single_rows(spans))
+    alone = single_rows(spans)
+    return Placed(bucket=_bucket(alone), spans=alone)
 
 
 def _bucket(spans: Sequence[Span]) -> Bucket:
@@ -98,7 +103,10 @@ class StaticRows:
         sizes = [rows, rows, rows, sequences, sequences * bucket.pages]
         self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._host_parts = torch.split(self._host, sizes)
+        # The same memory to numpy, whose calls are a fifth as long: this is done for every forward.
+        self._staged: list[IntArray] = np.split(self._host.numpy(), np.cumsum(sizes)[:-1])
+        # Rows that fill up share the slots of the spare page: nobody reads what stands there.
+        self._spare_slots_R = spare_page * PAGE_TOKENS + np.arange(rows, dtype=np.int32) % PAGE_TOKENS
         self.token_ids_R, self.positions_R, self.write_slots_R, lasts_S, table = torch.split(
             self._numbers, sizes
         )
@@ -116,43 +124,41 @@ class StaticRows:
 
     def fill(self, batch: RowBatch, spans: Sequence[Span], hidden_MD: Tensor | None = None) -> Tensor:
         """Take a batch; return where its rows stand (M,), int64 on the CPU."""
-        tokens_R, positions_R, writes_R, lasts_S, _ = self._host_parts
-        width, rows = self.bucket.width, self.bucket.rows
-        places = [0] * batch.rows
-        positions = [0] * rows
-        lasts = [0] * self.bucket.sequences
-        for s, span in enumerate(spans):
-            end, count = (s + 1) * width, len(span.rows)
-            positions[end - width : end - count] = [span.first_position] * (width - count)
-            positions[end - count : end] = range(span.first_position, span.first_position + count)
-            lasts[s] = span.last_position
-            for place_R, row in enumerate(span.rows, end - count):
-                places[row] = place_R
-        place_M = torch.tensor(places)
-        positions_R.copy_(torch.tensor(positions))
-        lasts_S.copy_(torch.tensor(lasts))
-        tokens_R.zero_()
-        tokens_R[place_M] = batch.token_ids_M.cpu()
-        self._fill_tables(batch, spans)
-        # Rows that fill up share the slots of the spare page: nobody reads what stands there.
-        writes_R.copy_(self._spare_page * PAGE_TOKENS + torch.arange(rows) % PAGE_TOKENS)
-        slots_M = batch.page_table_SP.cpu()[
-            batch.table_M.long().cpu(), batch.positions_M.cpu() // PAGE_TOKENS
-        ]
-        writes_R[place_M] = slots_M.int() * PAGE_TOKENS + batch.positions_M.cpu() % PAGE_TOKENS
+        tokens_R, positions_R, writes_R, lasts_S, _ = self._staged
+        sequences, width = self.bucket.sequences, self.bucket.width
+        rows: list[int] = []
+        places: list[int] = []
+        for s, span in enumerate(spans, 1):
+            rows += span.rows
+            places += range(s * width - len(span.rows), s * width)
+        place_M = np.empty(batch.rows, dtype=np.int64)
+        place_M[rows] = places
+        lasts_S[:] = 0
+        lasts_S[: len(spans)] = [span.last_position for span in spans]
+        firsts_S = np.zeros(sequences, dtype=np.int32)
+        firsts_S[: len(spans)] = [span.first_position for span in spans]
+        # What fills up stands where its sequence's first row does.
+        upwards_SQ = lasts_S[:, None] - np.arange(width - 1, -1, -1)
+        positions_R[:] = np.maximum(upwards_SQ, firsts_S[:, None]).reshape(-1)
+        tokens_R[:] = 0
+        tokens_R[place_M] = batch.token_ids_M.cpu().numpy()
+        pages_SP = batch.page_table_SP.cpu().numpy()
+        positions_M = batch.positions_M.cpu().numpy()
+        pages_M = pages_SP[batch.table_M.cpu().numpy(), positions_M // PAGE_TOKENS]
+        writes_R[:] = self._spare_slots_R
+        writes_R[place_M] = pages_M * PAGE_TOKENS + positions_M % PAGE_TOKENS
+        self._stage_tables(pages_SP, spans)
         self._numbers.copy_(self._host)
+        stands_M = torch.from_numpy(place_M)
         if self.hidden_RD is not None and hidden_MD is not None:
-            self.hidden_RD[place_M.to(self.hidden_RD.device)] = hidden_MD.to(self.hidden_RD)
-        return place_M
+            self.hidden_RD[stands_M.to(self.hidden_RD.device)] = hidden_MD.to(self.hidden_RD)
+        return stands_M
 
-    def _fill_tables(self, batch: RowBatch, spans: Sequence[Span]) -> None:
+    def _stage_tables(self, pages_SP: IntArray, spans: Sequence[Span]) -> None:
         """Take the pages that the spans' sequences hold up to their last row; all else is the spare page."""
-        table_SP = self._host_parts[4].view(self.bucket.sequences, self.bucket.pages)
-        table_SP.fill_(self._spare_page)
-        width = min(self.bucket.pages, batch.page_table_SP.shape[1])
-        tables_S = torch.tensor([span.table for span in spans])
-        held_S1 = torch.tensor([[pages_for(span.last_position + 1)] for span in spans])
-        pages_SP = batch.page_table_SP.cpu()[tables_S, :width]
-        table_SP[: len(spans), :width] = torch.where(
-            torch.arange(width) < held_S1, pages_SP, pages_SP.new_tensor(self._spare_page)
-        )
+        table_SP = self._staged[4].reshape(self.bucket.sequences, self.bucket.pages)
+        width = min(self.bucket.pages, pages_SP.shape[1])
+        held_S1 = np.array([[pages_for(span.last_position + 1)] for span in spans])
+        own_SP = pages_SP[[span.table for span in spans], :width]
+        table_SP[:] = self._spare_page
+        table_SP[: len(spans), :width] = np.where(np.arange(width) < held_S1, own_SP, self._spare_page)
