@@ -359,3 +359,19 @@ def test_a_bucket_names_no_page_beyond_what_its_rows_read() -> None:
     )
     assert rows.sequences.lasts_S.tolist() == [17, 131, 0, 0]
     assert rows.positions_R.tolist() == [17, 17, 130, 131, 0, 0, 0, 0]
+
+
+def test_a_bucket_filled_again_holds_what_a_fresh_one_does() -> None:
+    bucket = Bucket(sequences=4, width=2, pages=16)
+    used, fresh = (StaticRows(bucket, spare_page=POOL, device=torch.device("cpu")) for _ in range(2))
+    full = batch_of([(s, LENGTHS[s] + i) for s in range(4) for i in range(2)])
+    small = batch_of([(4, 130)])
+    for rows, batches in ((used, (full, small)), (fresh, (small,))):
+        for batch in batches:
+            placed = place(batch)
+            assert placed is not None
+            rows.fill(batch, placed.spans)
+    for name in ("token_ids_R", "positions_R", "write_slots_R"):
+        assert torch.equal(getattr(used, name), getattr(fresh, name))
+    assert torch.equal(used.sequences.lasts_S, fresh.sequences.lasts_S)
+    assert torch.equal(used.sequences.table_SP, fresh.sequences.table_SP)
