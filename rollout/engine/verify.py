@@ -15,7 +15,7 @@ Shapes: G drafts, V vocabulary; target rows are G + 1, one more than the drafts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ class DraftDistributionError(DraftError):
     """A drafter reported a distribution its token cannot have come from."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What coupled verification found. Committing may stop after any token; the rest never happened."""
 
     accepted: int
@@ -96,13 +95,15 @@ def verify_coupled(drafts: Sequence[int], choices: Sequence[Choice]) -> Verdict:
     """
     if len(choices) != len(drafts) + 1:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} choices, got {len(choices)}")
+    if not len(drafts):
+        return Verdict(accepted=0, tokens=[(choices[0], "plain")])
     tokens: list[tuple[Choice, Origin]] = []
     for draft, choice in zip(drafts, choices, strict=False):
         if not choice.finite or choice.token != draft:
             tokens.append((choice, "corrected"))
             return Verdict(accepted=len(tokens) - 1, tokens=tokens)
         tokens.append((choice, "accepted"))
-    tokens.append((choices[len(drafts)], _last_origin(drafts)))
+    tokens.append((choices[len(drafts)], "bonus"))
     return Verdict(accepted=len(drafts), tokens=tokens)
 
 

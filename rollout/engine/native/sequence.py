@@ -106,13 +106,14 @@ class LiveSequence:
         banned: tuple[int, ...] = ()
         if params.min_tokens and self.new_tokens + len(drafts) < params.min_tokens:
             banned = tuple(sorted(self.stop_ids | self.eos_ids))
+        # In the order of the fields: naming them costs as much again as the row.
         return TargetRow(
-            seed=self.request.seed if seed is None else seed,
-            position=len(self.tokens) + len(drafts),
-            params=params,
-            output_counts=counts,
-            prompt_tokens=self.prompt_set,
-            banned=banned,
+            self.request.seed if seed is None else seed,
+            len(self.tokens) + len(drafts),
+            params,
+            counts,
+            self.prompt_set,
+            banned,
         )
 
     def completion(

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
 from controller.types import AR, AR_ASSIGNMENT, Assignment, DraftCost, RoundPlan
 from drafters.types import DraftRequest
-from rollout.engine.native.drafting import Drafted, Drafting
-from rollout.engine.native.rows import RowBatch, int32
+from rollout.engine.native.drafting import NO_DRAFTS, Drafted, Drafting
+from rollout.engine.native.rows import RowBatch, RowMemory
 from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.wavefront import Wavefront
@@ -36,7 +34,7 @@ class Work:
 
     def drafts_of(self, sequence: LiveSequence) -> Drafted:
         """Return the drafts to verify for ``sequence``; empty when it decodes plainly."""
-        return self.drafted.get(sequence.key) or Drafted()
+        return self.drafted.get(sequence.key, NO_DRAFTS)
 
     @property
     def choosing(self) -> list[LiveSequence]:
@@ -131,7 +129,7 @@ def run_lanes(work: Work, wavefront: Wavefront) -> list[Verdict]:
     return verdicts
 
 
-def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:
+def row_batch(work: Work, memory: RowMemory) -> RowBatch:
     """Return the rows of the round's forward; head rows stand in ``work.choosing`` order."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -144,21 +142,19 @@ def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:
         if chunk.completes:
             heads.append(len(tokens) - 1)
     for sequence in work.decoding:
-        drafts = work.drafts_of(sequence).tokens
         start = len(sequence.tokens) - 1
-        heads += range(len(tokens), len(tokens) + 1 + len(drafts))
+        heads.append(len(tokens))
         tokens.append(sequence.tokens[-1])
-        tokens += drafts
-        positions += range(start, start + 1 + len(drafts))
-        tables += [sequence.slot] * (1 + len(drafts))
+        positions.append(start)
+        tables.append(sequence.slot)
+        drafts = work.drafts_of(sequence).tokens
+        if drafts:
+            heads += range(len(tokens), len(tokens) + len(drafts))
+            tokens += drafts
+            positions += range(start + 1, start + 1 + len(drafts))
+            tables += [sequence.slot] * len(drafts)
     work.context_tokens = sum(positions) + len(positions)
-    return RowBatch(
-        token_ids_M=int32(tokens),
-        positions_M=int32(positions),
-        table_M=int32(tables),
-        page_table_SP=torch.from_numpy(scheduler.page_table),
-        head_rows_R=int32(heads),
-    )
+    return memory.batch(tokens, positions, tables, heads)
 
 
 def draft_request(sequence: LiveSequence, gamma: int) -> DraftRequest:
