@@ -87,6 +87,11 @@ class NoiseDecisions:
         return int((weights_V.to(torch.float64).log() + noise_V).argmax())
 
 
+def plain_verdict(choice: Choice) -> Verdict:
+    """Return the verdict of a sequence without drafts."""
+    return Verdict(0, [(choice, "plain")])
+
+
 def verify_coupled(drafts: Sequence[int], choices: Sequence[Choice]) -> Verdict:
     """Keep the longest prefix of drafts that equals the target's choices, then the target's next choice.
 
@@ -96,7 +101,7 @@ def verify_coupled(drafts: Sequence[int], choices: Sequence[Choice]) -> Verdict:
     if len(choices) != len(drafts) + 1:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} choices, got {len(choices)}")
     if not len(drafts):
-        return Verdict(accepted=0, tokens=[(choices[0], "plain")])
+        return plain_verdict(choices[0])
     tokens: list[tuple[Choice, Origin]] = []
     for draft, choice in zip(drafts, choices, strict=False):
         if not choice.finite or choice.token != draft:

@@ -22,6 +22,7 @@ from rollout.engine.verify import (
     NoiseDecisions,
     SampledVerdict,
     Verdict,
+    plain_verdict,
     verify_block,
     verify_coupled,
     verify_token,
@@ -89,6 +90,10 @@ class Judge:
 
     def judge_chosen(self, work: Work, choose: ChoicesOf) -> list[Verdict]:
         """Return coupled verdicts, one per sequence of ``work.choosing``; ``choose`` is called once."""
+        if not work.drafted:
+            seeds = [noise_seed(s, self._mode) for s in work.choosing]
+            rows = [s.target_row([], seed=seed) for s, seed in zip(work.choosing, seeds, strict=True)]
+            return [plain_verdict(choice) for choice in choose(rows)]
         spans = self._spans(work)
         choices = choose([row for span in spans for row in span.rows])
         return [verify_coupled(s.drafts, choices[s.start : s.start + len(s.rows)]) for s in spans]

@@ -63,20 +63,21 @@ class LiveSequence:
     admitted_s: float | None = None
     first_token_s: float | None = None
 
-    @property
-    def params(self) -> SamplingParams:
-        """How it is sampled."""
-        return self.request.params
+    # Asked several times for every token, so they are no properties.
+    params: SamplingParams = field(init=False)
+    """How it is sampled."""
+
+    prompt_tokens: int = field(init=False)
+    """Length of the prompt."""
+
+    def __post_init__(self) -> None:
+        self.params = self.request.params
+        self.prompt_tokens = len(self.request.prompt_ids)
 
     @property
     def under_way(self) -> bool:
         """Whether its text has begun: an update must not just let it wait."""
         return self.resumed or self.admitted_s is not None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_ids)
 
     @property
     def new_tokens(self) -> int:
@@ -86,7 +87,7 @@ class LiveSequence:
     @property
     def remaining_tokens(self) -> int:
         """Most tokens it may still commit."""
-        return self.max_new_tokens - self.new_tokens
+        return self.max_new_tokens + self.prompt_tokens - len(self.tokens)
 
     @property
     def round_seed(self) -> int:

@@ -21,6 +21,8 @@ class Work:
     """Sequences of the policy's forward."""
 
     assignments: dict[int, Assignment]
+    """By key; none where everybody decodes plainly."""
+
     in_lanes: list[LiveSequence] = field(default_factory=list)
     """Sequences that decode in passes of their own, loop by loop."""
 
@@ -54,11 +56,14 @@ class Work:
     @property
     def verify_rows(self) -> int:
         """Rows of decoding sequences in the policy's forward."""
-        return sum(1 + len(self.drafts_of(s).tokens) for s in self.decoding)
+        drafts = sum([len(self.drafts_of(s).tokens) for s in self.decoding]) if self.drafted else 0
+        return len(self.decoding) + drafts
 
 
 def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *, chunk_tokens: int) -> Work:
     """Take the pages a round needs. Drafts are optional: they give way before anyone is preempted."""
+    if not plan.assignments:
+        return _reserve_plain(scheduler, chunk_tokens=chunk_tokens)
     assignments: dict[int, Assignment] = {}
     lane_passes = _lane_passes(scheduler, plan, wavefront)
     for sequence in scheduler.decoding():
@@ -106,8 +111,21 @@ def _lane_passes(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront) ->
     return wavefront.passes(len(in_lanes), alone=alone)
 
 
+def _reserve_plain(scheduler: Scheduler, *, chunk_tokens: int) -> Work:
+    """Take the pages of a round in which everybody decodes plainly."""
+    for sequence in scheduler.decoding():
+        if sequence.phase is not Phase.DECODE:
+            continue  # preempted by an elder earlier in this loop
+        if not scheduler.reserve(sequence, len(sequence.tokens), may_preempt=True):
+            scheduler.preempt(sequence)
+    decoding = scheduler.decoding()
+    return Work(chunks=scheduler.chunks(chunk_tokens), decoding=decoding, assignments={})
+
+
 def draft_work(work: Work, drafting: Drafting) -> None:
     """Ask each assigned drafter once. With gamma 0 everywhere no drafter runs at all."""
+    if not work.assignments:
+        return
     by_drafter: dict[str, list[DraftRequest]] = {}
     for sequence in work.decoding:
         assignment = work.assignments[sequence.key]
