@@ -237,7 +237,8 @@ class PassSeconds:
     """What the forwards of a round, and the choices made from their logits, took."""
 
     forward_s: float
-    """Around the calls, whatever they cost beside the computation included."""
+    """Around the calls, whatever they cost beside the computation included; of calls that also choose, what
+    they told of themselves."""
 
     choose_s: float
     split: ForwardSeconds | None = None

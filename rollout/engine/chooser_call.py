@@ -1,4 +1,4 @@
-"""The compiled chooser's memory layout: the struct of a call, its arrays over rows, and its address.
+"""The compiled chooser's memory layout: the struct of a call, its arrays over rows, its results, its address.
 
 ``native/kernels/choose.h`` says what each field means.
 """
@@ -6,16 +6,24 @@
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from rollout.engine.target import Chooser, LogitEdits, TargetRow, logit_edits, needs_edits
+from rollout.engine.target import Choice, Chooser, LogitEdits, TargetRow, logit_edits, needs_edits
+from rollout.types import SamplingParams
 
 CHOOSE, SCORE, PROBS = 0, 1, 2
 COLUMNS = 4
 """Logprobs per row."""
 
-_MASK_64 = (1 << 64) - 1
+NOT_FINITE = Choice(
+    token=0, raw_logprob=0.0, scaled_logprob=0.0, target_logprob=0.0, kept_logmass=0.0, finite=False
+)
+"""Stands where a row's distribution cannot be formed."""
+
+MASK_64 = (1 << 64) - 1
+"""Seeds are taken modulo 2 ** 64."""
+
 _MAX_TOP_K = (1 << 31) - 1
 
 
@@ -65,39 +73,62 @@ def port_of(chooser: Chooser) -> PortStruct | None:
     return chooser.port if isinstance(chooser, _Compiled) else None
 
 
+def choices_of(tokens: Sequence[int], logprobs: Sequence[float], finite: bytes | bytearray) -> list[Choice]:
+    """Return what a call chose: ``logprobs`` hold ``COLUMNS`` numbers a row, ``finite`` a flag."""
+    columns = [logprobs[column::COLUMNS] for column in range(COLUMNS)]
+    choices = list(map(Choice, tokens, *columns, repeat(True)))
+    if 0 in finite:
+        return [choice if ok else NOT_FINITE for choice, ok in zip(choices, finite, strict=True)]
+    return choices
+
+
 def call_of(rows: Sequence[TargetRow], *, vocab_size: int) -> tuple[CallStruct, "list[array[Any]]"]:
     """Return a call with all that rows say, and the arrays it points into, to be kept until it ran.
 
     Logits, mode, stream and outputs are missing; ``seeds`` and ``positions`` are int64, ``temperatures``
     doubles, one per row. Raises ``ValueError`` for edits of ids outside the vocabulary.
     """
-    owned: list[array[Any]] = []
-
-    def pointer(kind: str, values: Iterable[float]) -> int:
-        owned.append(array(kind, values))
-        return owned[-1].buffer_info()[0]
-
     params = [r.params for r in rows]
+    owned: list[array[Any]] = [
+        array("Q", [r.seed & MASK_64 for r in rows]),
+        array("q", [r.position for r in rows]),
+        array("d", [p.temperature for p in params]),
+    ]
+    seeds, positions, temperatures = (column.buffer_info()[0] for column in owned)
     call = CallStruct(
-        seeds=pointer("Q", [r.seed & _MASK_64 for r in rows]),
-        positions=pointer("q", [r.position for r in rows]),
-        temperatures=pointer("d", [p.temperature for p in params]),
-        rows=len(rows),
-        vocab=vocab_size,
+        seeds=seeds, positions=positions, temperatures=temperatures, rows=len(rows), vocab=vocab_size
     )
     if any(p.has_filters for p in params):
-        call.top_k = pointer("i", [min(p.top_k, _MAX_TOP_K) for p in params])
-        call.top_p = pointer("d", [p.top_p for p in params])
-        call.min_p = pointer("d", [p.min_p for p in params])
-    edited = {i: logit_edits(r) for i, r in enumerate(rows) if needs_edits(r)}
-    if edited:
-        _check_ids(edited.values(), vocab_size=vocab_size)
-        lengths = [len(edited[i].ids) if i in edited else 0 for i in range(len(rows))]
-        call.edit_starts = pointer("q", accumulate(lengths, initial=0))
-        call.edit_ids = pointer("i", chain.from_iterable(e.ids for e in edited.values()))
-        call.edit_divisors = pointer("d", chain.from_iterable(e.divisors for e in edited.values()))
-        call.edit_addends = pointer("d", chain.from_iterable(e.addends for e in edited.values()))
+        owned += add_filters(call, params)
+    owned += add_edits(call, rows)
     return call, owned
+
+
+def add_filters(call: CallStruct, params: Sequence[SamplingParams]) -> "list[array[Any]]":
+    """Add every row's filters, and return the arrays the call now points into."""
+    top_k = array("i", [min(p.top_k, _MAX_TOP_K) for p in params])
+    top_p, min_p = array("d", [p.top_p for p in params]), array("d", [p.min_p for p in params])
+    call.top_k, call.top_p, call.min_p = (column.buffer_info()[0] for column in (top_k, top_p, min_p))
+    return [top_k, top_p, min_p]
+
+
+def add_edits(call: CallStruct, rows: Sequence[TargetRow]) -> "list[array[Any]]":
+    """Add penalties, bias and bans where a row has any, and return the arrays the call now points into.
+
+    Raises ``ValueError`` for ids outside the vocabulary.
+    """
+    edited = {i: logit_edits(r) for i, r in enumerate(rows) if needs_edits(r)}
+    if not edited:
+        return []
+    _check_ids(edited.values(), vocab_size=call.vocab)
+    lengths = [len(edited[i].ids) if i in edited else 0 for i in range(len(rows))]
+    starts = array("q", accumulate(lengths, initial=0))
+    ids = array("i", chain.from_iterable(e.ids for e in edited.values()))
+    divisors = array("d", chain.from_iterable(e.divisors for e in edited.values()))
+    addends = array("d", chain.from_iterable(e.addends for e in edited.values()))
+    call.edit_starts, call.edit_ids = starts.buffer_info()[0], ids.buffer_info()[0]
+    call.edit_divisors, call.edit_addends = divisors.buffer_info()[0], addends.buffer_info()[0]
+    return [starts, ids, divisors, addends]
 
 
 def _check_ids(edits: Iterable[LogitEdits], *, vocab_size: int) -> None:

@@ -18,15 +18,20 @@ import torch
 from torch import Tensor
 
 from drafters.kernels import build
-from rollout.engine.chooser_call import CHOOSE, COLUMNS, PROBS, SCORE, CallStruct, PortStruct, call_of
+from rollout.engine.chooser_call import (
+    CHOOSE,
+    COLUMNS,
+    PROBS,
+    SCORE,
+    CallStruct,
+    PortStruct,
+    call_of,
+    choices_of,
+)
 from rollout.engine.chooser_torch import check_tokens
 from rollout.engine.target import Choice, TargetRow
 
 SOURCE = Path(__file__).parent / "native" / "kernels" / "choose.cpp"
-
-_NOT_FINITE = Choice(
-    token=0, raw_logprob=0.0, scaled_logprob=0.0, target_logprob=0.0, kept_logmass=0.0, finite=False
-)
 
 
 class CompiledChooser:
@@ -104,21 +109,7 @@ class CompiledChooser:
         call.mode = mode
         self._run(call, finite)
         del owned  # the arrays the call pointed into
-        return [
-            Choice(
-                token=token,
-                raw_logprob=raw,
-                scaled_logprob=scaled,
-                target_logprob=target,
-                kept_logmass=kept,
-                finite=True,
-            )
-            if ok
-            else _NOT_FINITE
-            for token, raw, scaled, target, kept, ok in zip(
-                tokens, scores[0::4], scores[1::4], scores[2::4], scores[3::4], finite, strict=True
-            )
-        ]
+        return choices_of(tokens, scores, finite)
 
     def _run(self, call: CallStruct, finite: bytearray) -> None:
         if not finite:

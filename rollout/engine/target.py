@@ -17,24 +17,28 @@ Exact meaning, the same in every chooser:
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from rollout.types import SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetRow:
-    """All that shapes one row's target distribution beside its logits, and the key of its noise."""
+class TargetRow(NamedTuple):
+    """All that shapes one row's target distribution beside its logits, and the key of its noise.
+
+    A tuple, like ``Choice``: one of each is made per head row of a round, and a frozen dataclass takes four
+    times as long to make.
+    """
 
     seed: int
     position: int
     """Absolute position of the token being chosen, prompt included."""
 
     params: SamplingParams
-    output_counts: Mapping[int, int] = field(default_factory=dict)
+    output_counts: Mapping[int, int] = MappingProxyType({})
     """How often each token stands in the output before this position, drafts before it included.
     Filled only when the params have penalties."""
 
@@ -45,8 +49,7 @@ class TargetRow:
     """Stop ids that min_tokens forbids here."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The token of one row and its logprobs, as ``TokenRecord`` defines them."""
 
     token: int

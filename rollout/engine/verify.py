@@ -15,7 +15,7 @@ Shapes: G drafts, V vocabulary; target rows are G + 1, one more than the drafts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ class DraftDistributionError(DraftError):
     """A drafter reported a distribution its token cannot have come from."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What coupled verification found. Committing may stop after any token; the rest never happened."""
 
     accepted: int
@@ -88,6 +87,11 @@ class NoiseDecisions:
         return int((weights_V.to(torch.float64).log() + noise_V).argmax())
 
 
+def plain_verdict(choice: Choice) -> Verdict:
+    """Return the verdict of a sequence without drafts."""
+    return Verdict(0, [(choice, "plain")])
+
+
 def verify_coupled(drafts: Sequence[int], choices: Sequence[Choice]) -> Verdict:
     """Keep the longest prefix of drafts that equals the target's choices, then the target's next choice.
 
@@ -96,13 +100,15 @@ def verify_coupled(drafts: Sequence[int], choices: Sequence[Choice]) -> Verdict:
     """
     if len(choices) != len(drafts) + 1:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} choices, got {len(choices)}")
+    if not len(drafts):
+        return plain_verdict(choices[0])
     tokens: list[tuple[Choice, Origin]] = []
     for draft, choice in zip(drafts, choices, strict=False):
         if not choice.finite or choice.token != draft:
             tokens.append((choice, "corrected"))
             return Verdict(accepted=len(tokens) - 1, tokens=tokens)
         tokens.append((choice, "accepted"))
-    tokens.append((choices[len(drafts)], _last_origin(drafts)))
+    tokens.append((choices[len(drafts)], "bonus"))
     return Verdict(accepted=len(drafts), tokens=tokens)
 
 

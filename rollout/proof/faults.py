@@ -18,8 +18,7 @@ from rollout.engine.native.commit import commit_token
 from rollout.engine.native.draft_states import DraftStates
 from rollout.engine.native.drafting import Drafted, Drafting
 from rollout.engine.native.pages import pages_for
-from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.scheduler import Scheduler
+from rollout.engine.native.rows import PAGE_TOKENS, RowBatch, RowMemory
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.native.work import Work
 from rollout.engine.target import Choice, TargetRow
@@ -104,7 +103,7 @@ def coupled_bonus_after_rejection() -> AbstractContextManager[None]:
             found = rule(drafts, choices)
             if found.accepted == len(drafts):
                 return found
-            return replace(found, tokens=[*found.tokens, (choices[found.accepted + 1], "bonus")])
+            return found._replace(tokens=[*found.tokens, (choices[found.accepted + 1], "bonus")])
 
         return verify
 
@@ -156,7 +155,7 @@ def filters_on_drafts_only() -> AbstractContextManager[None]:
     def wrong(spans_of: Any) -> Any:
         def spans(self: Any, work: Work) -> Any:
             return [
-                replace(span, rows=[_unfiltered(row) for row in span.rows]) if span.drafts else span
+                span._replace(rows=[_unfiltered(row) for row in span.rows]) if span.drafts else span
                 for span in spans_of(self, work)
             ]
 
@@ -166,7 +165,7 @@ def filters_on_drafts_only() -> AbstractContextManager[None]:
 
 
 def _unfiltered(row: TargetRow) -> TargetRow:
-    return replace(row, params=replace(row.params, top_k=0, top_p=1.0, min_p=0.0))
+    return row._replace(params=replace(row.params, top_k=0, top_p=1.0, min_p=0.0))
 
 
 def _every_row(change: Callable[[LiveSequence, TargetRow], TargetRow]) -> AbstractContextManager[None]:
@@ -181,7 +180,7 @@ def _every_row(change: Callable[[LiveSequence, TargetRow], TargetRow]) -> Abstra
 
 def penalties_per_block() -> AbstractContextManager[None]:
     """Count tokens for penalties once per round, so that drafts of the same round do not count."""
-    return _every_row(lambda sequence, row: replace(row, output_counts=Counter(sequence.output_counts)))
+    return _every_row(lambda sequence, row: row._replace(output_counts=Counter(sequence.output_counts)))
 
 
 def min_tokens_per_block() -> AbstractContextManager[None]:
@@ -189,7 +188,7 @@ def min_tokens_per_block() -> AbstractContextManager[None]:
 
     def change(sequence: LiveSequence, row: TargetRow) -> TargetRow:
         short = sequence.new_tokens < sequence.params.min_tokens
-        return replace(row, banned=tuple(sorted(sequence.stop_ids | sequence.eos_ids)) if short else ())
+        return row._replace(banned=tuple(sorted(sequence.stop_ids | sequence.eos_ids)) if short else ())
 
     return _every_row(change)
 
@@ -215,8 +214,8 @@ def keys_one_off() -> AbstractContextManager[None]:
     """Verify drafts one position further on than they stand."""
 
     def wrong(row_batch: Any) -> Any:
-        def batch_of(work: Work, scheduler: Scheduler) -> RowBatch:
-            batch: RowBatch = row_batch(work, scheduler)
+        def batch_of(work: Work, memory: RowMemory) -> RowBatch:
+            batch: RowBatch = row_batch(work, memory)
             shift_M = torch.zeros_like(batch.positions_M)
             at = work.prefill_rows
             for sequence in work.decoding:
@@ -233,22 +232,22 @@ def keys_one_off() -> AbstractContextManager[None]:
 def drafters_keys_kept() -> AbstractContextManager[None]:
     """Leave the drafter's provisional keys where verification should have written the policy's."""
 
-    def wrong(forward: Any) -> Any:
-        def forwarding(self: Any, work: Work) -> Tensor:
+    def wrong(verdicts: Any) -> Any:
+        def judging_with(self: Any, work: Work) -> list[Verdict]:
             touched = sorted({p for s in work.decoding for p in _drafted_pages(s, work)})
             spare = self._scheduler.pool.take(len(touched))
             assert spare is not None, "the pool is large enough for a copy"
             for page, copy in zip(touched, spare, strict=True):
                 self._state.storage.copy_page(page, copy)
-            logits_RV: Tensor = forward(self, work)
+            found: list[Verdict] = verdicts(self, work)
             for page, copy in zip(touched, spare, strict=True):
                 self._state.storage.copy_page(copy, page)
             self._scheduler.pool.release(spare)
-            return logits_RV
+            return found
 
-        return forwarding
+        return judging_with
 
-    return swapped(engine.NativeEngine, "_forward", wrong)
+    return swapped(engine.NativeEngine, "_verdicts", wrong)
 
 
 def _drafted_pages(sequence: LiveSequence, work: Work) -> list[int]:

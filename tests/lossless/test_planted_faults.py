@@ -61,7 +61,7 @@ def test_a_fault_leaves_nothing_behind() -> None:
         (Drafting, "propose"),
         (LiveSequence, "target_row"),
         (engine, "row_batch"),
-        (engine.NativeEngine, "_forward"),
+        (engine.NativeEngine, "_verdicts"),
         (engine.NativeEngine, "commit_update"),
         (engine.NativeEngine, "settle_running"),
         (DraftStates, "standing"),

@@ -55,36 +55,43 @@ class Committer:
         for chunk in work.chunks:
             chunk.sequence.frontier = chunk.end
             self._scheduler.publish(chunk.sequence, policy_version)
-        decoding = {s.key for s in (*work.decoding, *work.in_lanes)}
-        for sequence, verdict in zip((*work.choosing, *work.in_lanes), verdicts, strict=True):
-            if sequence.key in decoding:
-                self._commit_decoded(sequence, verdict, work, out, policy_version)
-            else:
-                sequence.phase = Phase.DECODE
-                if sequence.first_token_s is None:
-                    sequence.first_token_s = time.monotonic()
-                out.prefill_tokens += self._commit_tokens(sequence, verdict, AR, out, policy_version)
+        completing = [c.sequence for c in work.chunks if c.completes]
+        decoded_at, lanes_at = len(completing), len(verdicts) - len(work.in_lanes)
+        for sequence, verdict in zip(completing, verdicts[:decoded_at], strict=True):
+            sequence.phase = Phase.DECODE
+            if sequence.first_token_s is None:
+                sequence.first_token_s = time.monotonic()
+            out.prefill_tokens += self._commit_tokens(sequence, verdict, AR, out, policy_version)
+        for sequence, verdict in zip(work.decoding, verdicts[decoded_at:lanes_at], strict=True):
+            self._commit_decoded(sequence, verdict, work, out, policy_version, in_lanes=False)
+        for sequence, verdict in zip(work.in_lanes, verdicts[lanes_at:], strict=True):
+            self._commit_decoded(sequence, verdict, work, out, policy_version, in_lanes=True)
         if work.batch and not (out.emissions or out.completions):
             raise NoProgressError(f"a round of {work.batch} decoding sequences committed nothing")
         return out
 
     def _commit_decoded(
-        self, sequence: LiveSequence, verdict: Verdict, work: Work, out: Committed, policy_version: int
+        self,
+        sequence: LiveSequence,
+        verdict: Verdict,
+        work: Work,
+        out: Committed,
+        policy_version: int,
+        *,
+        in_lanes: bool,
     ) -> None:
-        drafts = work.drafts_of(sequence).tokens
-        in_lanes = sequence in work.in_lanes
-        speculates = bool(drafts) or in_lanes
-        drafter = work.assignments[sequence.key].drafter if speculates else AR
+        drafts = len(work.drafts_of(sequence).tokens)
+        drafter = work.assignments[sequence.key].drafter if drafts or in_lanes else AR
         context, accepted_before = len(sequence.tokens), sequence.accepted
         sequence.rounds += 1
-        sequence.drafted += len(drafts)
-        sequence.verified_rows += 1 + len(drafts)
+        sequence.drafted += drafts
+        sequence.verified_rows += 1 + drafts
         committed = self._commit_tokens(sequence, verdict, drafter, out, policy_version)
         out.sequences.append(
             SequenceOutcome(
                 key=sequence.key,
                 drafter=drafter,
-                gamma=len(drafts),
+                gamma=drafts,
                 accepted=sequence.accepted - accepted_before,
                 committed=committed,
                 context_tokens=context,
@@ -98,7 +105,7 @@ class Committer:
         self, sequence: LiveSequence, verdict: Verdict, drafter: str, out: Committed, policy_version: int
     ) -> int:
         """Commit until something ends the sequence; return how many tokens were committed."""
-        first = sequence.new_tokens
+        first = len(sequence.tokens)
         reason: FinishReason | None = None
         error: Exception | None = None
         for choice, origin in verdict.tokens:
@@ -116,9 +123,9 @@ class Committer:
             )
             if reason is not None:
                 break
-        committed = sequence.new_tokens - first
-        # Before ``end``, whose completion tells the count.
-        sequence.accepted += sum(origin == "accepted" for _, origin in verdict.tokens[:committed])
+        committed = len(sequence.tokens) - first
+        if verdict.accepted:  # before ``end``, whose completion tells the count
+            sequence.accepted += [origin for _, origin in verdict.tokens[:committed]].count("accepted")
         if committed:
             sequence.frontier = len(sequence.tokens) - 1
             self._announce(sequence, committed, out, finished=reason in ("stop", "length"))
@@ -127,12 +134,13 @@ class Committer:
         return committed
 
     def _announce(self, sequence: LiveSequence, committed: int, out: Committed, *, finished: bool) -> None:
+        request, records = sequence.request, sequence.records
         out.emissions.append(
             Emission(
-                key=sequence.request.key,
-                attempt=sequence.request.attempt,
-                first_index=len(sequence.records) - committed,
-                tokens=tuple(sequence.records[-committed:]),
+                key=request.key,
+                attempt=request.attempt,
+                first_index=len(records) - committed,
+                tokens=tuple(records[-committed:]),
             )
         )
         if finished:

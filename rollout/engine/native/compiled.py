@@ -11,7 +11,6 @@ import ctypes
 import math
 import mmap
 import weakref
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.compiled_weights import PANEL, PackedCodes, Weights, checked_linear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.kernels import abi
-from rollout.engine.native.loops import check_states, checked_loops, tap_place
+from rollout.engine.native.loops import check_states, checked_loops, checked_standing, tap_place
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.engine.native.scratch import RowBuffer
 from rollout.errors import UnsupportedError
@@ -218,14 +217,7 @@ class CompiledDecoder:
         Row m has had ``depths[m]`` loops, fewer than all, and goes on from state ``numbers[m]``; with none of
         them it starts at its token.
         """
-        depth_M, number_M = array("i", depths), array("i", numbers)
-        if not batch.rows == len(depth_M) == len(number_M):
-            raise ValueError("depths and numbers must name every row")
-        if states_ND.dtype != torch.float32 or not states_ND.is_contiguous():
-            raise ValueError("states must be contiguous float32")
-        check_states(self.spec, states_ND, rows=len(states_ND))
-        if not 0 <= min(numbers) <= max(numbers) < len(states_ND):
-            raise ValueError(f"numbers must name rows of {len(states_ND)} states")
+        depth_M, number_M = checked_standing(self.spec, depths, numbers, states_ND, rows=batch.rows)
         call = self._call(batch, kv, range(self.spec.loops))
         call.tokens = batch.token_ids_M.data_ptr()
         hidden_MD = self._hidden.rows(batch.rows, self.spec.hidden_size)
@@ -354,6 +346,16 @@ class CompiledDecoder:
         call.phase_s = self._phase_address
         status: int = self._library.taildraft_chain(self._handle, ctypes.byref(call))
         return status, seconds_of(self._phase_s)
+
+    def run_choosing(self, call: abi.ChoosingStruct, batch: RowBatch, kv: KVStorage) -> ForwardSeconds:
+        """Run all loops of a batch and choose from its logits, as ``choosing.py`` knows; return the forward's
+        time. Raises as ``forward`` does."""
+        self._check_loaded()
+        call.forward = self._call(batch, kv, range(self.spec.loops))
+        call.forward.tokens = batch.token_ids_M.data_ptr()
+        self._add_head(call.forward, batch, self._hidden.rows(batch.rows, self.spec.hidden_size))
+        abi.check(self._library.taildraft_forward_choosing(self._handle, ctypes.byref(call)))
+        return seconds_of(self._phase_s)
 
     def run_lanes(self, call: ctypes.Structure) -> None:
         """Run the passes of lanes: ``compiled_lanes.py`` knows how. Raises as ``forward`` does."""

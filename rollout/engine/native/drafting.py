@@ -52,6 +52,10 @@ class Drafted:
     probs: Tensor | None = None
 
 
+NO_DRAFTS = Drafted()
+"""What everyone has who decodes plainly; nobody writes to it."""
+
+
 class Drafting:
     """Asks drafters for proposals and checks every answer before anything is verified with it."""
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -24,6 +25,7 @@ from controller.types import (
 )
 from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
+from rollout.engine.native.choosing import forward_chooser
 from rollout.engine.native.commit import Detokenizer
 from rollout.engine.native.committer import Committer
 from rollout.engine.native.decoder import Decoder
@@ -36,7 +38,7 @@ from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
-from rollout.engine.native.rows import PAGE_TOKENS
+from rollout.engine.native.rows import PAGE_TOKENS, RowMemory
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.shapes import kv_bytes_per_token, part_shapes
@@ -54,6 +56,7 @@ from rollout.engine.native.work import (
 )
 from rollout.engine.protocol import LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
+from rollout.engine.verify import Verdict
 from rollout.errors import AbortedError, ConfigError, UnsupportedError, WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import WeightStage, checksum
@@ -109,6 +112,8 @@ class NativeEngine:
             verify=config.verify,
             clock=self._clock,
         )
+        self._row_memory = RowMemory(self._scheduler.page_table)
+        self._choosing = forward_chooser(decoder, timed_chooser, verify=config.verify, clock=self._clock)
         self._wavefront = Wavefront(self._state, drafting)
         self._judge = Judge(timed_chooser, config.verify, decisions_of)
         self.fingerprint = self._fingerprint(weights_checksum)
@@ -237,10 +242,9 @@ class NativeEngine:
             in_lanes = run_lanes(work, self._wavefront)
             draft_pass = self._clock.take()
             drafted = time.perf_counter()
-            logits_RV = self._forward(work)
+            verdicts = self._verdicts(work) + in_lanes
         finally:
             self._state.draft_states.clear()
-        verdicts = self._judge.judge(work, logits_RV) + in_lanes
         policy_pass = self._clock.take()
         verified = time.perf_counter()
         committed = self._committer.commit(work, verdicts, policy_version=self.policy_version)
@@ -262,16 +266,23 @@ class NativeEngine:
             facts=facts, emissions=tuple(committed.emissions), completions=tuple(committed.completions)
         )
 
-    def _forward(self, work: Work) -> Tensor:
-        """Compute prompt chunks, last tokens and drafts, as far as no draft has computed them already."""
+    def _verdicts(self, work: Work) -> list[Verdict]:
+        """Judge prompt chunks, last tokens and drafts, computed as far as no draft has computed them already.
+
+        Forward and choice are one call where decoder and chooser can do that.
+        """
         if not work.chunks and not work.decoding:
-            return torch.empty(0, self._decoder.spec.vocab_size)
-        batch, storage = row_batch(work, self._scheduler), self._state.storage
+            return []
+        batch, storage = row_batch(work, self._row_memory), self._state.storage
         standing = standing_of(work, self._state.draft_states)
+        self._reused_row_loops += standing.spared if standing else 0
+        if self._choosing is not None:
+            return self._judge.judge_chosen(work, partial(self._choosing.choose, batch, storage, standing))
         if standing is None:
-            return self._clock.forward(self._decoder, batch, storage).logits_RV
-        self._reused_row_loops += standing.spared
-        return forward_from(self._decoder, batch, storage, standing, clock=self._clock)
+            logits_RV = self._clock.forward(self._decoder, batch, storage).logits_RV
+        else:
+            logits_RV = forward_from(self._decoder, batch, storage, standing, clock=self._clock)
+        return self._judge.judge(work, logits_RV)
 
     # ---- weights --------------------------------------------------------------------------------
 

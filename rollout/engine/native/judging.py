@@ -1,11 +1,13 @@
 """From logits and drafts to verdicts: which tokens each sequence may commit, in order.
 
-Coupled verification is one call of the chooser for all rows. Block and token verification ask it for
+Coupled verification needs one choice per row, wherever it was made: by a call of the chooser for all rows, or
+with the forward (``choosing.py``). Block and token verification ask it for
 whole distributions, decide with noise that belongs to the round, and score what they kept.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from rollout.engine.verify import (
     NoiseDecisions,
     SampledVerdict,
     Verdict,
+    plain_verdict,
     verify_block,
     verify_coupled,
     verify_token,
@@ -37,8 +40,7 @@ NOT_FINITE = Choice(
 """Stands where the policy's distribution cannot be formed; committing it fails its request."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """The head rows of one sequence: ``start`` up to and including ``start + len(drafts)``."""
 
     sequence: LiveSequence
@@ -51,6 +53,9 @@ class _Span:
     def indices(self) -> range:
         return range(self.start, self.start + len(self.rows))
 
+
+ChoicesOf = Callable[[list[TargetRow]], list[Choice]]
+"""The choice of each head row, given what shapes it."""
 
 DecisionsOf = Callable[[LiveSequence], Decisions]
 """The randomness of one sequence's round in block and token mode."""
@@ -75,13 +80,23 @@ class Judge:
         """Return one verdict per sequence of ``work.choosing``; ``logits_RV`` holds their rows in order."""
         if not work.choosing:
             return []
-        spans = self._spans(work)
         if self._mode == "coupled":
-            return self._coupled(spans, logits_RV)
+            return self.judge_chosen(work, partial(self._chooser.choose, logits_RV))
+        spans = self._spans(work)
         rule = verify_block if self._mode == "block" else verify_token
         verdicts = dict(self._plain([s for s in spans if not s.drafts], logits_RV))
         verdicts.update(self._drafted([s for s in spans if s.drafts], logits_RV, rule))
         return [verdicts[s.start] for s in spans]
+
+    def judge_chosen(self, work: Work, choose: ChoicesOf) -> list[Verdict]:
+        """Return coupled verdicts, one per sequence of ``work.choosing``; ``choose`` is called once."""
+        if not work.drafted:
+            seeds = [noise_seed(s, self._mode) for s in work.choosing]
+            rows = [s.target_row([], seed=seed) for s, seed in zip(work.choosing, seeds, strict=True)]
+            return [plain_verdict(choice) for choice in choose(rows)]
+        spans = self._spans(work)
+        choices = choose([row for span in spans for row in span.rows])
+        return [verify_coupled(s.drafts, choices[s.start : s.start + len(s.rows)]) for s in spans]
 
     def _spans(self, work: Work) -> list[_Span]:
         spans: list[_Span] = []
@@ -89,18 +104,13 @@ class Judge:
         for sequence in work.choosing:
             drafted = work.drafts_of(sequence)
             seed = noise_seed(sequence, self._mode)
-            rows = [
-                sequence.target_row(drafted.tokens[:i], seed=seed) for i in range(len(drafted.tokens) + 1)
+            rows = [sequence.target_row([], seed=seed)]
+            rows += [
+                sequence.target_row(drafted.tokens[:i], seed=seed) for i in range(1, len(drafted.tokens) + 1)
             ]
-            spans.append(
-                _Span(sequence=sequence, drafts=drafted.tokens, probs=drafted.probs, start=start, rows=rows)
-            )
+            spans.append(_Span(sequence, drafted.tokens, drafted.probs, start, rows))
             start += len(rows)
         return spans
-
-    def _coupled(self, spans: list[_Span], logits_RV: Tensor) -> list[Verdict]:
-        choices = self._chooser.choose(logits_RV, [row for s in spans for row in s.rows])
-        return [verify_coupled(s.drafts, choices[s.start : s.start + len(s.rows)]) for s in spans]
 
     def _plain(self, spans: list[_Span], logits_RV: Tensor) -> list[tuple[int, Verdict]]:
         """Sequences without drafts: the same choice as AR, with this round's noise."""

@@ -1,8 +1,10 @@
 """Which loops a forward runs, where it starts, and which states of it can be looked at.
 
-Shapes: M rows, D hidden.
+Shapes: M rows, D hidden, N states.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +79,24 @@ def check_states(spec: ModelSpec, hidden_MD: Tensor, *, rows: int) -> None:
             f"hidden states must be floats ({rows}, {spec.hidden_size}), "
             f"got {hidden_MD.dtype} {tuple(hidden_MD.shape)}"
         )
+
+
+def checked_standing(
+    spec: ModelSpec, depths: Sequence[int], numbers: Sequence[int], states_ND: Tensor, *, rows: int
+) -> "tuple[array[int], array[int]]":
+    """Return depths and numbers of states, int32, as compiled code reads them.
+
+    Raises ``ValueError`` unless each of ``rows`` rows has one of each, and every number names a state.
+    """
+    depth_M, number_M = array("i", depths), array("i", numbers)
+    if not rows == len(depth_M) == len(number_M):
+        raise ValueError("depths and numbers must name every row")
+    if states_ND.dtype != torch.float32 or not states_ND.is_contiguous():
+        raise ValueError("states must be contiguous float32")
+    check_states(spec, states_ND, rows=len(states_ND))
+    if not 0 <= min(numbers) <= max(numbers) < len(states_ND):
+        raise ValueError(f"numbers must name rows of {len(states_ND)} states")
+    return depth_M, number_M
 
 
 def check_loop_rows(spec: ModelSpec, loop_M: Tensor, *, rows: int) -> None:

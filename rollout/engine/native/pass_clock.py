@@ -1,5 +1,7 @@
 """What forwards and token choices of a round took. The clocks are read around calls, never inside them.
 
+A compiled call that both computes and chooses tells its parts itself.
+
 An accelerator computes while Python goes on, so a forward counts until its logits are there.
 """
 

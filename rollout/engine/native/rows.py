@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 PAGE_TOKENS = 16
@@ -37,6 +39,52 @@ class RowBatch:
     def rows(self) -> int:
         """M."""
         return self.token_ids_M.shape[0]
+
+
+class _Column:
+    """int32 numbers that are written to the same memory every time."""
+
+    def __init__(self) -> None:
+        self._grow(1)
+
+    def _grow(self, capacity: int) -> None:
+        self._capacity = capacity
+        numbers = array("i", [0]) * capacity
+        self._memory = memoryview(numbers)
+        self._tensor = torch.frombuffer(numbers, dtype=torch.int32)
+        self._views: dict[int, Tensor] = {}
+        """By length, all of the present memory: making a view takes longer than finding it."""
+
+    def put(self, numbers: Sequence[int]) -> Tensor:
+        """Return a tensor of them, valid until the next call."""
+        count = len(numbers)
+        if count > self._capacity:
+            self._grow(2 * count)
+        self._memory[:count] = array("i", numbers)
+        view = self._views.get(count)
+        if view is None:
+            view = self._views[count] = self._tensor[:count]
+        return view
+
+
+class RowMemory:
+    """The memory of a round's rows, used again by the next round, and the page table they read."""
+
+    def __init__(self, page_table_SP: NDArray[np.int32]) -> None:
+        self._page_table_SP = torch.from_numpy(page_table_SP)
+        self._tokens, self._positions, self._tables, self._heads = (_Column() for _ in range(4))
+
+    def batch(
+        self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[int], heads: Sequence[int]
+    ) -> RowBatch:
+        """Return rows made of these numbers, valid until the next call."""
+        return RowBatch(
+            token_ids_M=self._tokens.put(tokens),
+            positions_M=self._positions.put(positions),
+            table_M=self._tables.put(tables),
+            page_table_SP=self._page_table_SP,
+            head_rows_R=self._heads.put(heads),
+        )
 
 
 def int32(numbers: Sequence[int]) -> Tensor:

@@ -111,9 +111,9 @@ class Scheduler:
 
     def reserve(self, sequence: LiveSequence, tokens: int, *, may_preempt: bool) -> bool:
         """Make sure the sequence's pages hold ``tokens`` tokens; False when they cannot."""
-        need = pages_for(tokens) - len(sequence.pages)
-        if need <= 0:
+        if tokens <= PAGE_TOKENS * len(sequence.pages):
             return True
+        need = pages_for(tokens) - len(sequence.pages)
         if not self._take(sequence, need, may_preempt=may_preempt):
             return False
         self.page_table[sequence.slot, : len(sequence.pages)] = sequence.pages

@@ -63,20 +63,21 @@ class LiveSequence:
     admitted_s: float | None = None
     first_token_s: float | None = None
 
-    @property
-    def params(self) -> SamplingParams:
-        """How it is sampled."""
-        return self.request.params
+    # Asked several times for every token, so they are no properties.
+    params: SamplingParams = field(init=False)
+    """How it is sampled."""
+
+    prompt_tokens: int = field(init=False)
+    """Length of the prompt."""
+
+    def __post_init__(self) -> None:
+        self.params = self.request.params
+        self.prompt_tokens = len(self.request.prompt_ids)
 
     @property
     def under_way(self) -> bool:
         """Whether its text has begun: an update must not just let it wait."""
         return self.resumed or self.admitted_s is not None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_ids)
 
     @property
     def new_tokens(self) -> int:
@@ -86,7 +87,7 @@ class LiveSequence:
     @property
     def remaining_tokens(self) -> int:
         """Most tokens it may still commit."""
-        return self.max_new_tokens - self.new_tokens
+        return self.max_new_tokens + self.prompt_tokens - len(self.tokens)
 
     @property
     def round_seed(self) -> int:
@@ -106,13 +107,14 @@ class LiveSequence:
         banned: tuple[int, ...] = ()
         if params.min_tokens and self.new_tokens + len(drafts) < params.min_tokens:
             banned = tuple(sorted(self.stop_ids | self.eos_ids))
+        # In the order of the fields: naming them costs as much again as the row.
         return TargetRow(
-            seed=self.request.seed if seed is None else seed,
-            position=len(self.tokens) + len(drafts),
-            params=params,
-            output_counts=counts,
-            prompt_tokens=self.prompt_set,
-            banned=banned,
+            self.request.seed if seed is None else seed,
+            len(self.tokens) + len(drafts),
+            params,
+            counts,
+            self.prompt_set,
+            banned,
         )
 
     def completion(

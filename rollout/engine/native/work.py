@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
 from controller.types import AR, AR_ASSIGNMENT, Assignment, DraftCost, RoundPlan
 from drafters.types import DraftRequest
-from rollout.engine.native.drafting import Drafted, Drafting
-from rollout.engine.native.rows import RowBatch, int32
+from rollout.engine.native.drafting import NO_DRAFTS, Drafted, Drafting
+from rollout.engine.native.rows import RowBatch, RowMemory
 from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.wavefront import Wavefront
@@ -23,6 +21,8 @@ class Work:
     """Sequences of the policy's forward."""
 
     assignments: dict[int, Assignment]
+    """By key; none where everybody decodes plainly."""
+
     in_lanes: list[LiveSequence] = field(default_factory=list)
     """Sequences that decode in passes of their own, loop by loop."""
 
@@ -36,7 +36,7 @@ class Work:
 
     def drafts_of(self, sequence: LiveSequence) -> Drafted:
         """Return the drafts to verify for ``sequence``; empty when it decodes plainly."""
-        return self.drafted.get(sequence.key) or Drafted()
+        return self.drafted.get(sequence.key, NO_DRAFTS)
 
     @property
     def choosing(self) -> list[LiveSequence]:
@@ -56,11 +56,14 @@ class Work:
     @property
     def verify_rows(self) -> int:
         """Rows of decoding sequences in the policy's forward."""
-        return sum(1 + len(self.drafts_of(s).tokens) for s in self.decoding)
+        drafts = sum([len(self.drafts_of(s).tokens) for s in self.decoding]) if self.drafted else 0
+        return len(self.decoding) + drafts
 
 
 def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *, chunk_tokens: int) -> Work:
     """Take the pages a round needs. Drafts are optional: they give way before anyone is preempted."""
+    if not plan.assignments:
+        return _reserve_plain(scheduler, chunk_tokens=chunk_tokens)
     assignments: dict[int, Assignment] = {}
     lane_passes = _lane_passes(scheduler, plan, wavefront)
     for sequence in scheduler.decoding():
@@ -108,8 +111,21 @@ def _lane_passes(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront) ->
     return wavefront.passes(len(in_lanes), alone=alone)
 
 
+def _reserve_plain(scheduler: Scheduler, *, chunk_tokens: int) -> Work:
+    """Take the pages of a round in which everybody decodes plainly."""
+    for sequence in scheduler.decoding():
+        if sequence.phase is not Phase.DECODE:
+            continue  # preempted by an elder earlier in this loop
+        if not scheduler.reserve(sequence, len(sequence.tokens), may_preempt=True):
+            scheduler.preempt(sequence)
+    decoding = scheduler.decoding()
+    return Work(chunks=scheduler.chunks(chunk_tokens), decoding=decoding, assignments={})
+
+
 def draft_work(work: Work, drafting: Drafting) -> None:
     """Ask each assigned drafter once. With gamma 0 everywhere no drafter runs at all."""
+    if not work.assignments:
+        return
     by_drafter: dict[str, list[DraftRequest]] = {}
     for sequence in work.decoding:
         assignment = work.assignments[sequence.key]
@@ -131,7 +147,7 @@ def run_lanes(work: Work, wavefront: Wavefront) -> list[Verdict]:
     return verdicts
 
 
-def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:
+def row_batch(work: Work, memory: RowMemory) -> RowBatch:
     """Return the rows of the round's forward; head rows stand in ``work.choosing`` order."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -144,21 +160,19 @@ def row_batch(work: Work, scheduler: Scheduler) -> RowBatch:
         if chunk.completes:
             heads.append(len(tokens) - 1)
     for sequence in work.decoding:
-        drafts = work.drafts_of(sequence).tokens
         start = len(sequence.tokens) - 1
-        heads += range(len(tokens), len(tokens) + 1 + len(drafts))
+        heads.append(len(tokens))
         tokens.append(sequence.tokens[-1])
-        tokens += drafts
-        positions += range(start, start + 1 + len(drafts))
-        tables += [sequence.slot] * (1 + len(drafts))
+        positions.append(start)
+        tables.append(sequence.slot)
+        drafts = work.drafts_of(sequence).tokens
+        if drafts:
+            heads += range(len(tokens), len(tokens) + len(drafts))
+            tokens += drafts
+            positions += range(start + 1, start + 1 + len(drafts))
+            tables += [sequence.slot] * len(drafts)
     work.context_tokens = sum(positions) + len(positions)
-    return RowBatch(
-        token_ids_M=int32(tokens),
-        positions_M=int32(positions),
-        table_M=int32(tables),
-        page_table_SP=torch.from_numpy(scheduler.page_table),
-        head_rows_R=int32(heads),
-    )
+    return memory.batch(tokens, positions, tables, heads)
 
 
 def draft_request(sequence: LiveSequence, gamma: int) -> DraftRequest:

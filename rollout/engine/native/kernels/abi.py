@@ -113,6 +113,20 @@ class CallStruct(ctypes.Structure):
     ]
 
 
+class ChoosingStruct(ctypes.Structure):
+    """``choosing::Call``."""
+
+    _fields_ = [
+        ("forward", CallStruct),
+        ("choose", chooser_call.CallStruct),
+        ("port", chooser_call.PortStruct),
+        ("depths", c_void_p),
+        ("numbers", c_void_p),
+        ("states", c_void_p),
+        ("choose_s", c_double),
+    ]
+
+
 class ChainStruct(ctypes.Structure):
     """``chain::Call``."""
 
@@ -144,6 +158,7 @@ def library(defines: tuple[str, ...] = ()) -> ctypes.CDLL:
         "taildraft_decoder_free": (None, [c_void_p]),
         "taildraft_forward": (c_int, [c_void_p, POINTER(CallStruct)]),
         "taildraft_forward_from": (c_int, [c_void_p, POINTER(CallStruct), c_void_p, c_void_p, c_void_p]),
+        "taildraft_forward_choosing": (c_int, [c_void_p, POINTER(ChoosingStruct)]),
         "taildraft_chain": (c_int, [c_void_p, POINTER(ChainStruct)]),
         "taildraft_lanes": (c_int, [c_void_p, c_void_p]),
         "taildraft_pack": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int]),

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include "chain.h"
+#include "choosing.h"
 #include "decoder.h"
 #include "lanes.h"
 #include "standing.h"
@@ -56,6 +57,14 @@ TAILDRAFT_API int taildraft_forward_from(void* decoder, const forward::Call* cal
     forward::Decoder& own = *static_cast<forward::Decoder*>(decoder);
     standing::gather(*call, depth, number, states, own.width());
     return standing::run(own, *call, depth);
+  } catch (const std::bad_alloc&) {
+    return forward::kNoMemory;
+  }
+}
+
+TAILDRAFT_API int taildraft_forward_choosing(void* decoder, choosing::Call* call) {
+  try {
+    return choosing::run(*static_cast<forward::Decoder*>(decoder), *call);
   } catch (const std::bad_alloc&) {
     return forward::kNoMemory;
   }

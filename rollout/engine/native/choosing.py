@@ -1,0 +1,68 @@
+"""The policy's forward and the choice from every head row's logits, in one compiled call.
+
+The decoder's kernels call the chooser's by address (``kernels/choosing.h``), so no Python runs between the
+head and the choice. Tokens and logprobs are those of a forward and a call of the chooser after it.
+
+Shapes: M rows, N states.
+"""
+
+from collections.abc import Sequence
+
+from controller.types import VerifyMode
+from rollout.engine.choice_rows import ChoiceRows
+from rollout.engine.chooser_call import PortStruct
+from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.decoder import Decoder, KVStorage
+from rollout.engine.native.depths import Standing
+from rollout.engine.native.kernels import abi
+from rollout.engine.native.loops import checked_standing
+from rollout.engine.native.pass_clock import PassClock, TimedChooser
+from rollout.engine.native.rows import RowBatch
+from rollout.engine.target import Choice, TargetRow
+
+
+class ForwardChooser:
+    """Computes head rows and chooses from them. What a call reads and writes is kept from round to round."""
+
+    def __init__(self, decoder: CompiledDecoder, port: PortStruct, clock: PassClock) -> None:
+        self._decoder = decoder
+        self._clock = clock
+        self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size)
+        self._call = abi.ChoosingStruct(port=port)
+
+    def choose(
+        self, batch: RowBatch, kv: KVStorage, standing: Standing | None, rows: Sequence[TargetRow]
+    ) -> list[Choice]:
+        """Return a choice per head row of ``batch``, each row computed from where it stands.
+
+        Raises ``ValueError`` as ``Decoder.forward`` and ``Chooser.choose`` do.
+        """
+        if len(rows) != batch.head_rows_R.shape[0]:
+            raise ValueError(f"{batch.head_rows_R.shape[0]} head rows, and targets of {len(rows)}")
+        call = self._call
+        self._rows.fill(rows)
+        call.choose = self._rows.call
+        call.depths = None
+        if standing is not None:
+            states_ND = standing.states_ND
+            depth_M, number_M = checked_standing(
+                self._decoder.spec, standing.depths, standing.numbers, states_ND, rows=batch.rows
+            )
+            call.depths, call.numbers = depth_M.buffer_info()[0], number_M.buffer_info()[0]
+            call.states = states_ND.data_ptr()
+        split = self._decoder.run_choosing(call, batch, kv)
+        self._clock.chained(split, call.choose_s)
+        return self._rows.choices()
+
+
+def forward_chooser(
+    decoder: Decoder, chooser: TimedChooser, *, verify: VerifyMode, clock: PassClock
+) -> ForwardChooser | None:
+    """Return what computes and chooses in one call.
+
+    None where decoder or chooser only answer Python, and for ``block`` and ``token``, which need whole
+    distributions.
+    """
+    if verify != "coupled" or chooser.port is None or not isinstance(decoder, CompiledDecoder):
+        return None
+    return ForwardChooser(decoder, chooser.port, clock)
