@@ -159,7 +159,7 @@ class RoundPlan:
     """Seconds the cost model expects the round to take; 0 when no model was asked."""
 
     predicted_tokens: float = 0.0
-    """Tokens it expects the round to commit."""
+    """Tokens it expects the round to commit; 0 as well then."""
 
     probe: bool = False
     """Whether drafts are only there to keep acceptance observable."""

@@ -9,6 +9,7 @@ Shapes: M rows of a draft pass, D hidden, N states kept.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -106,17 +107,21 @@ class DraftStates:
         gets longer from one request to the next. Memory that ``room`` gave has a state per token from row
         ``first`` on, pass by pass.
         """
-        for request, tokens in zip(requests, fed, strict=True):
-            start = len(request.tokens) - 1
-            self._chains[request.key] = _Chain(start=start, depth=depth, tokens=list(tokens))
-        for index in range(len(fed[0]) if fed else 0):
-            live = sum(len(tokens) > index for tokens in fed)
-            for number, request in enumerate(requests[:live], first):
-                self._chains[request.key].states.append(number)
-            first += live
+        counts = [len(tokens) for tokens in fed]
+        live = [sum([count > index for count in counts]) for index in range(max(counts, default=0))]
+        firsts = list(accumulate(live, initial=first))
+        for row, (request, tokens, count) in enumerate(zip(requests, fed, counts, strict=True)):
+            self._chains[request.key] = _Chain(
+                start=len(request.tokens) - 1,
+                depth=depth,
+                tokens=list(tokens),
+                states=[start + row for start in firsts[:count]],
+            )
 
     def overwritten(self, requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> None:
         """Hear that a pass is about to write keys where these rows stand: states from there on are void."""
+        if not self._chains:
+            return
         for request, draft in zip(requests, drafts, strict=True):
             chain = self._chains.get(request.key)
             if chain is not None:
@@ -137,11 +142,11 @@ class DraftStates:
         chain = self._chains.get(key)
         if chain is None or chain.start != start:
             return 0, []
-        same = 0
-        for fed, token in zip(chain.tokens, tokens, strict=False):
-            if fed != token:
-                break
-            same += 1
+        count = len(chain.tokens)
+        if chain.tokens == tokens[:count]:  # what verification was handed is what was drafted, nearly always
+            return chain.depth, chain.states
+        fed = zip(chain.tokens, tokens, strict=False)
+        same = next((at for at, (old, new) in enumerate(fed) if old != new), min(count, len(tokens)))
         return chain.depth, chain.states[:same]
 
     def states(self) -> Tensor:

@@ -80,15 +80,13 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *,
             if not scheduler.reserve(sequence, length + reach, may_preempt=False):
                 lane_passes = wavefront.passes(1, alone=False)
                 reach = min(wavefront.reach(wanted, lane_passes), most)
-        if reach > 0 and not scheduler.reserve(sequence, length + reach, may_preempt=False):
+        reserved = reach > 0 and scheduler.reserve(sequence, length + reach, may_preempt=False)
+        if reach > 0 and not reserved:
             gamma = 0
-        if not scheduler.reserve(sequence, length, may_preempt=True):
+        if not reserved and not scheduler.reserve(sequence, length, may_preempt=True):
             scheduler.preempt(sequence)
             continue
-        drafts = gamma > 0
-        assignments[sequence.key] = (
-            Assignment(drafter=wanted.drafter, gamma=gamma) if drafts else AR_ASSIGNMENT
-        )
+        assignments[sequence.key] = _shortened(wanted, gamma)
     decoding = [s for s in scheduler.decoding() if s.key in assignments]
     work = Work(
         chunks=scheduler.chunks(chunk_tokens),
@@ -99,6 +97,13 @@ def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *,
     alone = not work.chunks and not work.decoding
     work.lane_passes = lane_passes if alone else wavefront.passes(1, alone=False)
     return work
+
+
+def _shortened(wanted: Assignment, gamma: int) -> Assignment:
+    """Return what was planned with this gamma, which is the planned one most of the time."""
+    if gamma == wanted.gamma:
+        return wanted
+    return Assignment(drafter=wanted.drafter, gamma=gamma) if gamma > 0 else AR_ASSIGNMENT
 
 
 def _lane_passes(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront) -> int:
