@@ -3,15 +3,20 @@
 What counts is the time a forward computes, as it tells it itself; where it does not, the time of the call.
 What calls cost beside belongs to the round that makes them.
 
+A forward finds the caches as a round's does. Arms in lockstep take turns, each over keys and values of its
+own, so what an arm left there is gone by its next round. A plain round is one such forward; of a chain of
+drafts only the first is, and those after it, the fill and the deep loops follow on its pages.
+
 Shapes: M rows, D hidden.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -27,7 +32,7 @@ from rollout.errors import CapacityError
 from rollout.evaluation.cost_law import deep_of, depth_of, fill_of
 
 CALLS = 4
-"""Timed in a row, so that they find the caches as a run's rounds do."""
+"""Of each forward in a sample: drafts in a row, as a chain has them, all others in as many turns."""
 
 PAUSE_S = 0.0003
 """Before each call, busy: the kernels' threads fall asleep meanwhile, as they do between a round's forwards,
@@ -46,34 +51,47 @@ class ForwardTimes:
         context_tokens: int,
         rows: Sequence[int],
         lane_depth: int = 1,
+        arms: int = 1,
     ) -> None:
-        """``rows`` are timed, and between them cost is a line. Lanes propose after ``lane_depth`` loops."""
+        """``rows`` are timed, and between them cost is a line. Lanes propose after ``lane_depth`` loops; so
+        many ``arms`` take turns.
+        """
         self._engine, self._decoder = engine, decoder
         self._concurrency, self._context = concurrency, context_tokens
         self._rows = tuple(rows)
         # Of a sequence's lanes two come to a readout every ``lane_depth`` passes: choice and proposal.
         self._lane_heads = 2 / (lane_depth * math.ceil(decoder.spec.loops / lane_depth))
         each = pages_for(context_tokens + -(-max(rows) // concurrency))
-        self._storage = decoder.new_storage(each * concurrency)
-        self._table_SP = torch.arange(each * concurrency, dtype=torch.int32).reshape(concurrency, each)
+        self._storage = decoder.new_storage(each * concurrency * arms)
+        pages = torch.arange(each * concurrency * arms, dtype=torch.int32)
+        self._tables = cycle(pages.reshape(arms, concurrency, each).unbind())
+        self._table_SP = next(self._tables)
         self.seconds: dict[tuple[str, int], list[float]] = {}
 
     def sample(self, parts: Sequence[str]) -> None:
-        """Time every part at all rows, a few times after a call that does not count; only when idle."""
-        for part in parts:
-            self._sample(part, partial(self._taken_s, part))
-            depth = depth_of(part)
-            if depth:
-                self._sample(fill_of(part), partial(self._fill_s, depth))
-                self._sample(deep_of(part), partial(self._deep_s, depth))
+        """Time every part at the rows it may have, a few times, parts and rows in turn; only when idle.
 
-    def _sample(self, part: str, taken_s: Callable[[int], float]) -> None:
-        for rows in self._rows:
-            try:
-                taken_s(rows)
-            except CapacityError:
-                break  # more rows need more pages still
-            self.seconds.setdefault((part, rows), []).extend(taken_s(rows) for _ in range(CALLS))
+        Of a shallow drafter a draft and the fill have a row per sequence, the deep loops any number.
+        """
+        for _ in range(CALLS):
+            for rows in self._rows:
+                for part in parts:
+                    self._table_SP = next(self._tables)
+                    self._sample(part, rows)
+
+    def _sample(self, part: str, rows: int) -> None:
+        depth = depth_of(part)
+        if not depth:
+            with suppress(CapacityError):  # there are too few pages for so many rows
+                self._add(part, rows, [self._taken_s(part, rows)])
+            return
+        if rows <= self._concurrency:
+            self._add(part, rows, [self._taken_s(part, rows) for _ in range(CALLS)])
+            self._add(fill_of(part), rows, [self._fill_s(depth, rows)])
+        self._add(deep_of(part), rows, [self._deep_s(depth, rows)])
+
+    def _add(self, part: str, rows: int, seconds: Sequence[float]) -> None:
+        self.seconds.setdefault((part, rows), []).extend(seconds)
 
     def forward_s(self, part: str, rows: float) -> float:
         """Return the seconds of one forward of ``rows`` rows. Raises ``KeyError`` for a part never timed."""

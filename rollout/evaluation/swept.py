@@ -61,6 +61,7 @@ class SweptSpot:
             context_tokens=context_tokens,
             rows=rows,
             lane_depth=lane_depth,
+            arms=len(cell.specs),
         )
         return cls(spot=spot, cell=cell, times=times, parts=[POLICY, *sorted(models)])
 

@@ -198,11 +198,14 @@ def test_averages_of_rounds_are_over_those_that_decode() -> None:
 def test_forwards_are_timed_at_the_rows_rounds_have(engine: NativeEngine) -> None:
     assert timed_rows(8, (1, 4), most_lanes=2) == (1, 4, 8, 16, 40)
     decoder = tiny_decoder(tiny_looped_policy(vocab=40, layers=1))
-    times = ForwardTimes(engine, decoder, concurrency=2, context_tokens=4, rows=(1, 4))
+    times = ForwardTimes(engine, decoder, concurrency=2, context_tokens=4, rows=(1, 4), arms=3)
     times.sample([POLICY, "shallow_loop_1", "wavefront"])
-    timed = {POLICY, "shallow_loop_1", "shallow_loop_1/fill", "shallow_loop_1/deep", "wavefront"}
-    assert set(times.seconds) == {(part, rows) for part in timed for rows in (1, 4)}
-    assert all(len(taken) == 4 and min(taken) > 0 for taken in times.seconds.values())
+    any_rows = {(part, rows) for part in (POLICY, "shallow_loop_1/deep", "wavefront") for rows in (1, 4)}
+    assert set(times.seconds) == any_rows | {("shallow_loop_1", 1), ("shallow_loop_1/fill", 1)}
+    assert all(min(taken) > 0 for taken in times.seconds.values())
+    counts = {key: len(taken) for key, taken in times.seconds.items()}
+    assert counts.pop(("shallow_loop_1", 1)) == 16, "a chain of drafts in each of four turns"
+    assert set(counts.values()) == {4}
     assert min(times.forward_s(part, 3) for part in (POLICY, "shallow_loop_1", "wavefront")) > 0
     with pytest.raises(KeyError):
         times.forward_s("nobody", 1)
