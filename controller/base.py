@@ -244,7 +244,7 @@ class BaseController:
     def _priced(
         self, load: RoundLoad, assignments: Mapping[int, Assignment], reason: str, *, probe: bool = False
     ) -> RoundPlan:
-        """Return a plan with its predictions; none without a cost model, since they cost time in every round."""
+        """Return a plan with its predictions; none without a cost model: they cost time in every round."""
         if self._cost is None:
             return RoundPlan(assignments=assignments, reason=reason, probe=probe)
         return RoundPlan(

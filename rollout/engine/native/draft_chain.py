@@ -9,6 +9,7 @@ Shapes: S sequences with a page table, P pages of the longest table.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,8 @@ _INT32 = 4
 """Bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainRow:
-    """One sequence to draft for."""
+class ChainRow(NamedTuple):
+    """One sequence to draft for. A tuple: what runs between two compiled calls has to be made quickly."""
 
     token: int
     """Its last committed one."""
@@ -65,6 +65,7 @@ def run_chain(
     loops: range,
     kv: KVStorage,
     page_table_SP: NDArray[np.int32],
+    page_table_address: int,
     port: PortStruct,
     states_address: int | None,
 ) -> ChainRun:
@@ -94,7 +95,7 @@ def run_chain(
             loop_begin=loops.start,
             loop_end=loops.stop,
             table=start + each,
-            page_table=page_table_SP.ctypes.data,
+            page_table=page_table_address,
             head_index=start + 3 * each,
             kv=memory.data.data_ptr(),
             kv_pages=memory.pages,
@@ -114,12 +115,12 @@ def run_chain(
     error = abi.STATUS[status] if status else ""
     if call.forwards > call.passes:
         error = "the drafter's logits are not finite"
-    # Of row m, pass by pass.
-    tokens = [numbers[5 * count + m :: count] for m in range(count)]
+    by_pass = numbers[5 * count :].tolist()
+    tokens = [by_pass[m::count] for m in range(count)]  # of row m
     forwards, passes = call.forwards, call.passes
     return ChainRun(
-        drafts=[t[1 : 1 + min(gamma, passes)].tolist() for t, gamma in zip(tokens, gammas, strict=True)],
-        fed=[t[: min(gamma, forwards)].tolist() for t, gamma in zip(tokens, gammas, strict=True)],
+        drafts=[t[1 : 1 + min(gamma, passes)] for t, gamma in zip(tokens, gammas, strict=True)],
+        fed=[t[: min(gamma, forwards)] for t, gamma in zip(tokens, gammas, strict=True)],
         split=split,
         choose_s=call.choose_s,
         error=error,

@@ -36,6 +36,16 @@ class _Chain:
     """The number of each row's state."""
 
 
+def _firsts(counts: Sequence[int], first: int) -> Sequence[int]:
+    """Return the number of the first state of each pass; row i is in ``counts[i]`` of them, never rising."""
+    if not counts:
+        return ()
+    if counts[0] == counts[-1]:
+        return range(first, first + counts[0] * len(counts), len(counts))
+    live = [sum([count > index for count in counts]) for index in range(counts[0])]
+    return list(accumulate(live, initial=first))
+
+
 class DraftStates:
     """The states of one round, by sequence and position. Empty between rounds."""
 
@@ -108,8 +118,7 @@ class DraftStates:
         ``first`` on, pass by pass.
         """
         counts = [len(tokens) for tokens in fed]
-        live = [sum([count > index for count in counts]) for index in range(max(counts, default=0))]
-        firsts = list(accumulate(live, initial=first))
+        firsts = _firsts(counts, first)
         for row, (request, tokens, count) in enumerate(zip(requests, fed, counts, strict=True)):
             self._chains[request.key] = _Chain(
                 start=len(request.tokens) - 1,

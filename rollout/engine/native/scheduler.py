@@ -42,6 +42,7 @@ class Scheduler:
         self.waiting: deque[LiveSequence] = deque()
         self.running: dict[int, LiveSequence] = {}
         self.page_table: NDArray[np.int32] = np.zeros((max_batch, max_pages_per_sequence), np.int32)
+        self.page_table_address = self.page_table.ctypes.data
         self.admitting = True
         self.preemptions = 0
         self._free_slots = list(range(max_batch - 1, -1, -1))

@@ -120,6 +120,7 @@ class NativeDraftModel:
             loops=self.loops,
             kv=state.storage,
             page_table_SP=state.scheduler.page_table,
+            page_table_address=state.scheduler.page_table_address,
             port=port,
             states_address=address,
         )
