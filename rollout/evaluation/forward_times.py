@@ -4,8 +4,8 @@ What counts is the time a forward computes, as it tells it itself; where it does
 What calls cost beside belongs to the round that makes them.
 
 A forward finds the caches as a round's does. Arms in lockstep take turns, each over keys and values of its
-own, so what an arm left there is gone by its next round. A plain round is one such forward; of a chain of
-drafts only the first is, and those after it, the fill and the deep loops follow on its pages.
+own, so what an arm left there is gone by its next round. A plain round is one such forward; of drafts or
+passes of lanes only the first is, and those after it, the fill and the deep loops follow on its pages.
 
 Shapes: M rows, D hidden.
 """
@@ -32,7 +32,7 @@ from rollout.errors import CapacityError
 from rollout.evaluation.cost_law import deep_of, depth_of, fill_of
 
 CALLS = 4
-"""Of each forward in a sample: drafts in a row, as a chain has them, all others in as many turns."""
+"""Turns of a sample, and drafts or passes of lanes in a row within one, as a round has them."""
 
 PAUSE_S = 0.0003
 """Before each call, busy: the kernels' threads fall asleep meanwhile, as they do between a round's forwards,
@@ -83,7 +83,8 @@ class ForwardTimes:
         depth = depth_of(part)
         if not depth:
             with suppress(CapacityError):  # there are too few pages for so many rows
-                self._add(part, rows, [self._taken_s(part, rows)])
+                in_a_row = 1 if part == POLICY else CALLS
+                self._add(part, rows, [self._taken_s(part, rows) for _ in range(in_a_row)])
             return
         if rows <= self._concurrency:
             self._add(part, rows, [self._taken_s(part, rows) for _ in range(CALLS)])
