@@ -6,6 +6,7 @@ from typing import Any
 
 from rollout.bench.cliffs import AXES, Axis
 from rollout.bench.step_result import cliff_line
+from rollout.output_files import write_whole
 from rollout.report.build import document, section
 from rollout.report.panel import Panel, no_data
 from rollout.report.svg import Plot, axis_over, colour
@@ -19,7 +20,7 @@ _LABEL = {"batch": "sequences", "context": "tokens of context per sequence"}
 
 def write_page(data: Mapping[str, Any], out: Path) -> None:
     """Write the page of a result."""
-    out.write_text(step_page(data), encoding="utf-8")
+    write_whole(out, step_page(data))
 
 
 def step_page(data: Mapping[str, Any]) -> str:

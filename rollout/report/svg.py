@@ -47,7 +47,8 @@ class Axis:
             return self._log_ticks()
         rough = (self.high - self.low) / 5
         if self.whole:
-            rough = max(1.0, rough)
+            few = math.floor(self.high) - math.ceil(self.low) < 8
+            rough = 1.0 if few else max(1.0, rough)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
         start = math.ceil(self.low / step - 1e-9)
@@ -70,12 +71,14 @@ def axis_over(
     *,
     zero: bool = False,
     headroom: bool = False,
+    footroom: bool = False,
     whole: bool = False,
     scale: Scale = "linear",
 ) -> Axis:
     """Return an axis that shows all of ``values``, with room when they are all the same.
 
-    ``zero`` starts it at 0 or below, ``headroom`` leaves a little above the highest.
+    ``zero`` starts it at 0 or below, ``headroom`` leaves a little above the highest, ``footroom`` below the
+    lowest.
     """
     low, high = min(values), max(values)
     if scale == "log":
@@ -86,8 +89,9 @@ def axis_over(
         low, high = low - 0.5, high + 0.5
     elif high <= low:
         high = low + (abs(low) or 1.0)
-    if headroom:
-        high += 0.06 * (high - low)
+    room = 0.06 * (high - low)
+    high += room if headroom else 0.0
+    low -= room if footroom else 0.0
     return Axis(label=label, low=low, high=high, whole=whole)
 
 
