@@ -1,6 +1,7 @@
 """The result of workload ``steps`` drawn: tokens per second over batch and over context. Measures nothing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def speeds_panel(data: Mapping[str, Any], axis: Axis) -> Panel:
     points: Sequence[Mapping[str, Any]] = data["speeds"]
     if not points:
         return no_data(title, "no plain round was timed.")
+    values = sorted({float(p[_FIELD[axis]]) for p in points})
     plot = Plot(
-        x=axis_over(_LABEL[axis], [p[_FIELD[axis]] for p in points], scale="log"),
+        x=replace(axis_over(_LABEL[axis], values, scale="log"), marks=tuple(values)),
         y=axis_over(
             "tokens/s", [p[k] for p in points for k in ("tokens_per_s", "bound_tokens_per_s")], scale="log"
         ),

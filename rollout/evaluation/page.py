@@ -53,7 +53,8 @@ def _headline(data: Data) -> str:
     verdict = f"DIFFERENT: {failed} of {count} checks failed" if failed else f"Equal: {count} checks passed"
     verdict = verdict if count else "NOT RUN: nothing could be checked"
     ended = ENDINGS.get(data["ending"], data["ending"]) if data["complete"] else "NOT COMPLETE"
-    return f"{verdict}. {data['seconds']:.0f} s: {ended}."
+    policy = data["conditions"]["config"]["policy"]["source"]
+    return f"{policy}: {verdict}. {data['seconds']:.0f} s: {ended}."
 
 
 # ---- checks ---------------------------------------------------------------------------------------

@@ -61,11 +61,16 @@ class RopeTables:
     sin_PH: Tensor
 
 
+def check_family(family: object) -> None:
+    """Raise ``UnsupportedError`` for a ``model_type`` that is not computed."""
+    if family not in FAMILIES:
+        raise UnsupportedError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
+
+
 def load_spec(config: "PretrainedConfig") -> ModelSpec:
     """Return the shape of a model. Raises ``UnsupportedError`` naming every setting not computed."""
     family = config.model_type
-    if family not in FAMILIES:
-        raise UnsupportedError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    check_family(family)
     sizes = _size_problems(config)
     if sizes:  # nothing else can be read from them
         raise UnsupportedError(f"{family} config: {'; '.join(sizes)}")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.config import PolicyConfig
 from rollout.errors import ConfigError, UnsupportedError
-from rollout.policy.families import eos_ids_of, load_spec
+from rollout.policy.families import check_family, eos_ids_of, load_spec
 from rollout.policy.offgrid import offgrid
 from rollout.policy.place import resolve, weight_files
 from rollout.policy.spec import ModelSpec
@@ -96,7 +96,10 @@ def read_config(folder: Path) -> "PretrainedConfig":
 
     with _reading(folder / "config.json"):
         settings, _ = PretrainedConfig.get_config_dict(folder)
-        if settings.get("model_type") == "ouro":
+        family = settings.get("model_type")
+    check_family(family)
+    with _reading(folder / "config.json"):
+        if family == "ouro":
             from rollout.policy.ouro_config import OuroConfig
 
             return OuroConfig.from_pretrained(folder)
@@ -111,7 +114,8 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         what = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(
-            f"policy.source: {path} cannot be read ({type(error).__name__}: {what[:200]}); copy it anew"
+            f"policy.source: {path} cannot be read ({type(error).__name__}: {what[:200]}); "
+            "mend it or copy it anew"
         ) from error
 
 

@@ -33,6 +33,9 @@ class Axis:
     whole: bool = False
     """What is counted: no ticks between whole numbers."""
 
+    marks: tuple[float, ...] = ()
+    """Where the ticks stand, when not at round values: an axis of few values names those."""
+
     def fraction(self, value: float) -> float:
         """Return where ``value`` lies between the ends, clipped to 0..1."""
         if self.scale == "log":
@@ -43,8 +46,11 @@ class Axis:
 
     def ticks(self) -> list[float]:
         """Return three to eight round values within the ends; a whole axis of few numbers may have fewer."""
-        if self.scale == "log":
-            return self._log_ticks()
+        if self.marks:
+            return list(self.marks)
+        return self._log_ticks() if self.scale == "log" else self._round_ticks()
+
+    def _round_ticks(self) -> list[float]:
         rough = (self.high - self.low) / 5
         if self.whole:
             few = math.floor(self.high) - math.ceil(self.low) < 8
@@ -62,7 +68,7 @@ class Axis:
         multiples = (1, 2, 5) if last - first < 4 else (1,)
         round_values = [m * 10.0**p for p in range(first, last + 1) for m in multiples]
         found = [v for v in round_values if self.low * 0.999 <= v <= self.high * 1.001]
-        return found if len(found) > 1 else [self.low, self.high]
+        return found if len(found) > 1 else self._round_ticks()
 
 
 def axis_over(

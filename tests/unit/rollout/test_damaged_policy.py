@@ -32,7 +32,9 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]"], ids=["empty", "cut off", "a list"])
 def test_a_file_that_cannot_be_read_is_named(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"^policy\.source: .*{name} cannot be read \(.*; copy it anew$"):
+    with pytest.raises(
+        ConfigError, match=rf"^policy\.source: .*{name} cannot be read \(.*; mend it or copy it anew$"
+    ):
         load_policy(PolicyConfig(source=str(folder)))
 
 

@@ -52,8 +52,8 @@ TITLES = (
     "Makespan and tail of one rollout step",
     "Weight updates and drafter builds",
     "Train/rollout mismatch",
-    "Round time by batch",
     "Where a round's time goes",
+    "Round time by batch",
 )
 
 
@@ -507,3 +507,21 @@ def test_a_log_axis_has_a_few_ticks_within_its_ends(low: float, high: float) -> 
     assert 2 <= len(ticks) <= 12
     assert ticks == sorted(ticks)
     assert all(low * 0.998 <= t <= high * 1.002 for t in ticks)
+
+
+def test_a_folder_that_holds_no_run_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"report\.runs: .* holds no run; name a folder under outputs/run"):
+        main(JobConfig(report=ReportConfig(runs=(str(tmp_path),))))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
+def test_a_damaged_summary_or_settings_file_is_named(run_dir: Path, name: str) -> None:
+    (run_dir / name).write_text("{")
+    with pytest.raises(JournalError, match=name):
+        read_journal(run_dir)
+
+
+def test_an_axis_of_few_values_names_those_and_no_others() -> None:
+    assert Axis(label="x", low=0.7, high=6.0, scale="log", marks=(1.0, 4.0)).ticks() == [1.0, 4.0]
+    assert all(float(f"{t:.2g}") == t for t in axis_over("x", [128.0], scale="log").ticks())
