@@ -33,7 +33,7 @@ td.word,th.word{text-align:left}td.loud{color:#d11a2a;font-weight:bold}
 td:first-child,th:first-child{text-align:left;white-space:nowrap}
 th{font-size:.88em;vertical-align:bottom}
 tr+tr{border-top:1px solid #8883}.wide{overflow-x:auto}pre{white-space:pre-wrap}summary{margin:.4em 0}
-@media(max-width:640px){svg text{font-size:16px}}
+@media(max-width:640px){svg text{font-size:16px}td.word+td.word{min-width:11em}}
 """
 
 
