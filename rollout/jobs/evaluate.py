@@ -71,6 +71,7 @@ def main(job: JobConfig) -> int:
         }
         for part in settings.parts:
             evaluation.run(part, parts[part]())
+            evaluation.keep()
         return evaluation.conclude(html)
     finally:
         subject.arms.close()
@@ -125,6 +126,10 @@ class _Evaluation:
             finding = replace(finding, seconds=finding.seconds or time.monotonic() - started_s)
             self.found.findings.append(finding)
             say(finding.line())
+
+    def keep(self) -> None:
+        """Write what was found so far: whoever stops the rest loses none of it."""
+        self._write(None)
 
     def note(self, text: str) -> None:
         """Show what is being done now."""

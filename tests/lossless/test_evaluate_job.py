@@ -209,6 +209,21 @@ def test_a_wrong_engine_turns_the_verdict(
     assert "DIFFERENT: " in (tmp_path / "evaluate.html").read_text()
 
 
+def test_what_was_found_before_an_interrupt_is_kept_and_called_incomplete(
+    looped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "law_findings", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main(job_of(looped, tmp_path, parts=("chains", "laws"), drafters=("shallow_loop_1",)))
+    data = result_of(tmp_path)
+    assert not data["complete"]
+    assert {f["part"] for f in data["findings"]} == {"chains"}
+    assert [p.name for p in tmp_path.iterdir()] == ["evaluate.json"]
+
+
 # ---- a policy whose block runs once ---------------------------------------------------------------
 
 
