@@ -3,6 +3,7 @@
 Tests run controllers on it and count regret in expectation, so that only decisions are judged, not luck.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -84,6 +85,13 @@ SMALL_COSTS: Mapping[str, TrueCost] = {
 }
 """Two desktop cores: plain decoding 5.5 ms at one sequence and 15 ms at 32, a draft pass 2.1 ms."""
 
+
+@functools.lru_cache(maxsize=128)
+def _fitted(samples: tuple[Sample, ...], shapes: tuple[tuple[str, PartShape], ...]) -> Calibration:
+    """Return the fit of a sweep. Most tests sweep the same few machines, and a fit is dear."""
+    return fit(samples, dict(shapes), key="simulated")
+
+
 Hazard = Callable[[str, int, int, int], float]
 """(drafter, sequence key, position from 1, round) -> chance that the draft token is kept."""
 
@@ -162,7 +170,7 @@ class SimulatedMachine:
                     seconds=seconds * self._noise(),
                 )
             )
-        return fit(samples, self.shapes, key="simulated")
+        return _fitted(tuple(samples), tuple(self.shapes.items()))
 
     def _noise(self) -> float:
         return float(np.exp(self.noise_frac * self._rng.standard_normal()))

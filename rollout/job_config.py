@@ -125,7 +125,7 @@ class EvaluateConfig:
             rows=1,
             trials=2,
             chains=1,
-            chain_tokens=2,
+            chain_tokens=3,
             texts=1,
             max_tokens=2,
             draws=100,

@@ -1,7 +1,6 @@
 """One folder per run: its settings, its numbers, its identity. Two runs never share one by accident."""
 
 import json
-import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from rollout.errors import ConfigError
+from rollout.output_files import write_whole
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -51,7 +51,7 @@ def _opened(command: str, *, output_dir: str | None, run_id: str | None) -> RunF
         return RunFolder(path=path, run_id=known["run_id"], resumed=True)
     path.mkdir(parents=True, exist_ok=True)
     chosen = run_id or (path.name if output_dir is None else f"{path.name}-{secrets.token_hex(4)}")
-    _write_atomically(record, json.dumps({"schema": 1, "command": command, "run_id": chosen}) + "\n")
+    write_whole(record, json.dumps({"schema": 1, "command": command, "run_id": chosen}) + "\n")
     return RunFolder(path=path, run_id=chosen, resumed=False)
 
 
@@ -61,7 +61,7 @@ def save_config(folder: RunFolder, plain: dict[str, Any]) -> Path:
     if folder.resumed and path.exists():
         number = 1 + len(list(folder.path.glob("config.resume-*.yaml")))
         path = folder.path / f"config.resume-{number}.yaml"
-    _write_atomically(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     return path
 
 
@@ -84,9 +84,3 @@ def _read(record: Path) -> dict[str, Any]:
         return {"command": known["command"], "run_id": known["run_id"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"output_dir: {record} is not a run's record: {error}") from error
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    scratch.write_text(text)
-    scratch.replace(path)

@@ -21,6 +21,18 @@ gc.disable()  # until all tests are collected
 
 
 @pytest.fixture(autouse=True)
+def torch_threads_stay() -> Iterator[None]:
+    """An engine that is built inside a test sets torch's threads for its whole process.
+
+    Where the second core is busy, tests that then compute tiny tensors on two threads take ten times as long.
+    """
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def log_levels_stay() -> Iterator[None]:
     """A command that runs inside a test sets our loggers' levels for its whole process.
 

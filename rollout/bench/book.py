@@ -16,8 +16,8 @@ from rollout.bench.hf_arm import HfArm
 from rollout.bench.machine import MemorySpeed, commit, kernel_rate, machine, versions
 from rollout.bench.result import Json
 from rollout.config import EngineConfig
-from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
+from rollout.output_files import check_apart, output_path, writable, write_whole
 from rollout.settings import to_plain
 
 RESULT_FILE = "bench.json"
@@ -83,9 +83,7 @@ class Book:
         if drafters:
             conditions["drafter_flops_per_s"] = drafters
         data = compose(conditions, peaks)
-        scratch = self.out.with_name(f".{self.out.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(data, indent=1) + "\n")
-        scratch.replace(self.out)
+        write_whole(self.out, json.dumps(data, indent=1) + "\n")
         return data
 
 
@@ -135,30 +133,11 @@ def told(calibration: Calibration) -> dict[str, Any]:
 
 def result_path(job: JobConfig) -> Path:
     """Return where a benchmark's result goes. Raises ``ConfigError`` before anything is measured."""
-    return writable_path(job, job.bench.out, setting="bench.out", name=RESULT_FILE)
-
-
-def writable_path(job: JobConfig, out: str | None, *, setting: str, name: str) -> Path:
-    """Return ``out``, or ``name`` in the job's folder, its own folder made.
-
-    Raises ``ConfigError``, which begins with ``setting``, where nothing can be written.
-    """
-    if out is None and job.output_dir is None:
-        raise ConfigError(f"{setting}: no file given, and the job has no folder")
-    return _writable(Path(out) if out is not None else Path(str(job.output_dir)) / name, setting)
+    return output_path(job.bench.out, folder=job.output_dir, name=RESULT_FILE, setting="bench.out")
 
 
 def page_path(job: JobConfig, out: Path) -> Path:
     """Return where the drawing of the result at ``out`` goes. Raises ``ConfigError`` as ``result_path``."""
     page = out.with_suffix(".html") if job.bench.html is None else Path(job.bench.html)
-    return _writable(page, "bench.html")
-
-
-def _writable(path: Path, setting: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot make {path.parent}: {error}") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{setting}: cannot write {path}")
-    return path
+    check_apart(page, "bench.html", out, "bench.out")
+    return writable(page, "bench.html")

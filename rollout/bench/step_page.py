@@ -1,11 +1,13 @@
 """The result of workload ``steps`` drawn: tokens per second over batch and over context. Measures nothing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollout.bench.cliffs import AXES, Axis
 from rollout.bench.step_result import cliff_line
+from rollout.output_files import write_whole
 from rollout.report.build import document, section
 from rollout.report.panel import Panel, no_data
 from rollout.report.svg import Plot, axis_over, colour
@@ -19,7 +21,7 @@ _LABEL = {"batch": "sequences", "context": "tokens of context per sequence"}
 
 def write_page(data: Mapping[str, Any], out: Path) -> None:
     """Write the page of a result."""
-    out.write_text(step_page(data), encoding="utf-8")
+    write_whole(out, step_page(data))
 
 
 def step_page(data: Mapping[str, Any]) -> str:
@@ -39,8 +41,9 @@ def speeds_panel(data: Mapping[str, Any], axis: Axis) -> Panel:
     points: Sequence[Mapping[str, Any]] = data["speeds"]
     if not points:
         return no_data(title, "no plain round was timed.")
+    values = sorted({float(p[_FIELD[axis]]) for p in points})
     plot = Plot(
-        x=axis_over(_LABEL[axis], [p[_FIELD[axis]] for p in points], scale="log"),
+        x=replace(axis_over(_LABEL[axis], values, scale="log"), marks=tuple(values)),
         y=axis_over(
             "tokens/s", [p[k] for p in points for k in ("tokens_per_s", "bound_tokens_per_s")], scale="log"
         ),

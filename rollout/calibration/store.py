@@ -9,7 +9,6 @@ lies beside the good one, which may hold again by then.
 import fcntl
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from rollout.config import EngineConfig
 from rollout.cores import usable_cores
 from rollout.engine.protocol import Engine
 from rollout.errors import ConfigError
+from rollout.output_files import write_whole
 from rollout.paths import cache_dir
 from rollout.progress import Progress
 from rollout.settings import to_plain
@@ -147,10 +147,8 @@ def _save(calibration: Calibration) -> Path:
 
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all. Raises ``ConfigError``."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(text + "\n")
-        scratch.replace(path)
+        write_whole(path, text + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
 

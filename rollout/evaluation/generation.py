@@ -62,6 +62,8 @@ class FreeReport:
     def line(self) -> str:
         """Return what was found, in words."""
         kept = f"{self.accepted} of {self.drafted} drafts kept"
+        if not self.accepted:
+            kept += ", so nothing was put to the test"
         if self.first is None:
             return f"{self.identical} of {self.texts} identical, {kept}"
         allowed = f", {self.tolerated} within the margin" if self.tolerated else ""

@@ -1,15 +1,28 @@
 """The evaluation as one self-contained HTML page, drawn from its JSON alone."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from rollout.report.build import document, section
 from rollout.report.panel import Panel, no_data
 from rollout.report.svg import QUIET, Axis, Plot, axis_over, colour
+from rollout.report.table import table
 
 Data = Mapping[str, Any]
+
+ENDINGS = {
+    "done": "all that was asked for",
+    "settled": "every ratio is known as well as was asked for",
+    "max_pairs": "all trials were run",
+    "max_minutes": "the time allowed was up before all trials were run",
+    "another text": "an arm gave another text, and the sweep was stopped",
+}
+"""What the result's ``ending`` means to a reader."""
+
+SPREAD_K = 0.07
+"""Drafters beside each other are drawn so far apart, in draft tokens: else intervals hide each other."""
 
 
 def evaluation_page(data: Data) -> str:
@@ -17,12 +30,12 @@ def evaluation_page(data: Data) -> str:
     panels = [
         goals(data),
         speed(data),
+        lanes(data),
+        questions(data),
         predicted_against_measured(data),
         latency(data),
         work(data),
         phases(data),
-        lanes(data),
-        questions(data),
     ]
     checks = [findings(data), chains(data), generation(data)]
     body = (
@@ -39,21 +52,9 @@ def _headline(data: Data) -> str:
     count = len(data["findings"])
     verdict = f"DIFFERENT: {failed} of {count} checks failed" if failed else f"Equal: {count} checks passed"
     verdict = verdict if count else "NOT RUN: nothing could be checked"
-    ended = f"ended by {data['ending']}" if data["complete"] else "NOT COMPLETE"
-    return f"{verdict}. {data['seconds']:.0f} s, {ended}."
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return rows as an HTML table; numbers are as short as a reader wants them."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(_shown(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    ended = ENDINGS.get(data["ending"], data["ending"]) if data["complete"] else "NOT COMPLETE"
+    policy = data["conditions"]["config"]["policy"]["source"]
+    return f"{policy}: {verdict}. {data['seconds']:.0f} s: {ended}."
 
 
 # ---- checks ---------------------------------------------------------------------------------------
@@ -66,9 +67,9 @@ def findings(data: Data) -> Panel:
         for f in data["findings"]
     ]
     if not rows:
-        return no_data("Checks", "no part with a verdict was run.")
-    body = table(("verdict", "part", "check", "found", "s"), rows)
-    return Panel(title="Checks", body=body, note="The exit code is 0 when every line says ok.")
+        return no_data("Verdicts", "no part with a verdict was run.")
+    body = table(("verdict", "part", "check", "found", "s"), rows, failed="FAIL")
+    return Panel(title="Verdicts", body=body, note="The exit code is 0 when every line says ok.")
 
 
 def chains(data: Data) -> Panel:
@@ -144,6 +145,10 @@ def generation(data: Data) -> Panel:
 # ---- speed ----------------------------------------------------------------------------------------
 
 
+NAMES = "c8_t96: 8 texts at once, of 96 tokens each; k4: 4 draft tokens."
+"""How results are named."""
+
+
 def _spots(data: Data) -> dict[str, dict[str, Any]]:
     """Return the measured ratios by cell and arm, in the result's order."""
     spots: dict[str, dict[str, Any]] = {}
@@ -171,24 +176,31 @@ def speed(data: Data) -> Panel:
         for arm, ratio in ratios.items():
             drafter, _, gamma = arm.rpartition("_k")
             by_drafter.setdefault(drafter, []).append((int(gamma), ratio))
+        gammas = [g for points in by_drafter.values() for g, _ in points]
+        intervals = {arm: r["ci90"] or (r["min"], r["max"]) for arm, r in ratios.items()}
         ends = [end for r in ratios.values() for end in (r["min"], r["max"])]
+        ends += [end for interval in intervals.values() for end in interval]
         plot = Plot(
-            x=axis_over("draft tokens (K)", [float(g) for points in by_drafter.values() for g, _ in points]),
-            y=axis_over("times plain decoding", [*ends, 1.0], headroom=True),
+            x=Axis(label="draft tokens (K)", low=min(gammas) - 0.5, high=max(gammas) + 0.5, whole=True),
+            y=axis_over("times plain decoding", [*ends, 1.0], headroom=True, footroom=True),
             height=220,
         )
         plot.line([(plot.x.low, 1.0), (plot.x.high, 1.0)], QUIET, dashed=True)
         for index, (drafter, points) in enumerate(by_drafter.items()):
-            tint = colour(index)
+            tint, shift = colour(index), SPREAD_K * (index - (len(by_drafter) - 1) / 2)
             plot.name(drafter, tint)
-            plot.line([(g, r["median"]) for g, r in points], tint)
+            plot.line([(g + shift, r["median"]) for g, r in points], tint)
             for g, r in points:
-                low, high = r["ci90"] or (r["min"], r["max"])
-                plot.whisker(g, low, high, tint)
-                plot.dot(g, r["median"], tint, title=f"{drafter}, K {g}: {r['median']:.3f}")
-        drawings.append(f"<p>{escape(_spot_name(prefix))}</p>{plot.svg()}")
-    note = "Medians of paired, interleaved trials of the same texts, prompts included; with 90% intervals."
-    return Panel(title=title, body="".join(drawings), note=note)
+                low, high = intervals[f"{drafter}_k{g}"]
+                plot.whisker(g + shift, low, high, tint)
+                plot.dot(g + shift, r["median"], tint, title=f"{drafter}, K {g}: {r['median']:.3f}")
+        plot.name("plain decoding", QUIET)
+        drawings.append(f"<div><p>{escape(_spot_name(prefix))}</p>{plot.svg()}</div>")
+    note = (
+        "Medians of paired, interleaved trials of the same texts, prompts included; with 90% intervals. Of "
+        "wavefront, K is the lanes beyond the first."
+    )
+    return Panel(title=title, body=f'<div class="drawings">{"".join(drawings)}</div>', note=note, wide=True)
 
 
 def predicted_against_measured(data: Data) -> Panel:
@@ -198,16 +210,17 @@ def predicted_against_measured(data: Data) -> Panel:
     if not points:
         return no_data(title, "nothing was swept.")
     values = [p[side] for _, p in points for side in ("predicted", "measured")]
-    axis = axis_over("", values, headroom=True)
+    axis = axis_over("", values, headroom=True, footroom=True)
     plot = Plot(
-        x=Axis(label="predicted", low=axis.low, high=axis.high),
-        y=Axis(label="measured", low=axis.low, high=axis.high),
+        x=Axis(label="predicted, times plain decoding", low=axis.low, high=axis.high),
+        y=Axis(label="measured, times plain decoding", low=axis.low, high=axis.high),
     )
     plot.line([(axis.low, axis.low), (axis.high, axis.high)], QUIET, dashed=True)
     for index, prefix in enumerate(data["costs"]):
         plot.name(_spot_name(prefix), colour(index))
         for p in data["costs"][prefix]["predictions"]:
             plot.dot(p["predicted"], p["measured"], colour(index), title=p["arm"])
+    plot.name("as predicted", QUIET)
     rows = [
         [_spot_name(prefix), p["arm"], p["accepted_per_round"], p["ideal"], p["predicted"], p["measured"],
          f"{p['error_frac']:+.1%}"]
@@ -218,7 +231,7 @@ def predicted_against_measured(data: Data) -> Panel:
         "Rounds without prompt rows. Ideal: D (1 + a) / (d (K + 1) + D - d), every loop at one price and "
         "nothing else at any; predicted: with forwards timed alone at these rows, and rounds' own overhead."
     )
-    return Panel(title=title, body=plot.svg() + table(columns, rows), note=note)
+    return Panel(title=title, body=plot.svg() + table(columns, rows), note=note, wide=True)
 
 
 def lanes(data: Data) -> Panel:
@@ -242,9 +255,8 @@ def goals(data: Data) -> Panel:
     if not rows:
         return no_data("Goals of speed", "they are a looped policy's, and need the sweep.")
     body = table(("goal", "wanted", "found", "verdict"), rows)
-    return Panel(
-        title="Goals of speed", body=body, note="They decide nothing: the verdict is that of the checks."
-    )
+    note = f"They decide nothing: the verdict is that of the checks. {NAMES}"
+    return Panel(title="Goals of speed", body=body, note=note, wide=True)
 
 
 def _measured_arms(data: Data) -> dict[str, Any]:
@@ -272,15 +284,16 @@ def latency(data: Data) -> Panel:
         "arm",
         "committed tokens/s",
         "first token p50, ms",
-        "p95",
+        "first token p95, ms",
         "end to end p50, ms",
-        "p95",
+        "end to end p95, ms",
         "tokens / event",
     )
     note = (
-        "From a text's submission to a free place of the engine; an event is what a round commits for a text."
+        "From a text's submission to a free place of the engine; an event is what a round commits for a "
+        f"text. {NAMES}"
     )
-    return Panel(title="Throughput and latency", body=table(columns, rows), note=note)
+    return Panel(title="Throughput and latency", body=table(columns, rows), note=note, wide=True)
 
 
 def work(data: Data) -> Panel:
@@ -313,11 +326,11 @@ def work(data: Data) -> Panel:
         "draft rows",
         "verified rows / token",
         "KV at its peak, MiB",
-        "buffers",
-        "weights",
+        "buffers, MiB",
+        "weights, MiB",
     )
     note = "Rounds without prompt rows, all trials together. Rows in lanes are draft rows."
-    return Panel(title="Work and memory", body=table(columns, rows), note=note)
+    return Panel(title="Work and memory", body=table(columns, rows), note=note, wide=True)
 
 
 def phases(data: Data) -> Panel:
@@ -331,7 +344,8 @@ def phases(data: Data) -> Panel:
         parts = [arm["seconds"][part] / whole_s for part in ("draft", "verify", "commit", "outside_rounds")]
         rows.append([name, whole_s, *(f"{share:.1%}" for share in parts)])
     columns = ("arm", "s, all trials", "draft", "verify", "commit", "outside rounds")
-    return Panel(title="Where time goes", body=table(columns, rows), note="Shares of the runs' time.")
+    note = "Shares of the runs' time."
+    return Panel(title="Where time goes", body=table(columns, rows), note=note, wide=True)
 
 
 def questions(data: Data) -> Panel:

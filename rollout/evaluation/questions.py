@@ -9,15 +9,21 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout.bench.arms import Work
 from rollout.bench.prompts import PROMPTS
 from rollout.engine.native.engine import NativeEngine
+from rollout.errors import ConfigError
 from rollout.evaluation.echo import Echo, echo_of
 from rollout.policy.source import Policy
 from rollout.proof.requests import encoded
 from rollout.proof.steering import Steering, drive
 from rollout.testing_native import ar_plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPTS_FILE = "prompts.txt"
 """In a policy's folder: what it was trained to answer, one question a line."""
@@ -60,16 +66,54 @@ class Selection:
     """Texts considered that end before so many tokens."""
 
 
-def prompts_of(policy: Policy) -> list[tuple[int, ...]]:
-    """Return the ids of all prompts: of the policy's folder, else ``bench.prompts``, else random."""
+def prompts_of(policy: Policy, *, new_tokens: int) -> list[tuple[int, ...]]:
+    """Return the ids of all prompts: of the policy's folder, else ``bench.prompts``, else random.
+
+    Each leaves room for ``new_tokens``. Raises ``ConfigError`` for a file of the folder that holds no
+    questions, or one too long; others are left out where they are too long, and one must be left.
+    """
+    own, room = policy.folder / PROMPTS_FILE, policy.spec.max_positions - new_tokens
+    if policy.tokenizer is not None and own.is_file():
+        return _own_prompts(policy.tokenizer, own, room=room, new_tokens=new_tokens)
     if policy.tokenizer is None:
         rng, vocab = random.Random(0), policy.spec.vocab_size
-        return [
+        given = [
             tuple(rng.randrange(vocab) for _ in range(rng.randrange(8, 40))) for _ in range(RANDOM_PROMPTS)
         ]
-    own = policy.folder / PROMPTS_FILE
-    texts = own.read_text(encoding="utf-8").splitlines() if own.is_file() else list(PROMPTS)
-    return [encoded(policy.tokenizer, text) for text in texts if text.strip()]
+    else:
+        given = [encoded(policy.tokenizer, text) for text in PROMPTS]
+    fitting = [prompt for prompt in given if len(prompt) <= room]
+    if not fitting:
+        raise ConfigError(
+            f"evaluate.lengths, max_tokens, chain_tokens: {new_tokens} new tokens and the shortest prompt, "
+            f"of {min(map(len, given))}, do not fit the policy's {room + new_tokens} positions; ask for fewer"
+        )
+    return fitting
+
+
+def _own_prompts(
+    tokenizer: "PreTrainedTokenizerBase", own: Path, *, room: int, new_tokens: int
+) -> list[tuple[int, ...]]:
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"policy.source: {own} is not UTF-8 text: {error}; write it as such") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompts.append(encoded(tokenizer, line))
+        if len(prompts[-1]) > room:
+            raise ConfigError(
+                f"policy.source: {own}, line {number}: {len(prompts[-1])} tokens and {new_tokens} new ones "
+                f"do not fit the policy's {room + new_tokens} positions; shorten the line or the texts"
+            )
+    if not prompts:
+        raise ConfigError(
+            f"policy.source: {own} holds no question; write one a line, or take the file away: questions of "
+            "our own are asked then"
+        )
+    return prompts
 
 
 def select_questions(

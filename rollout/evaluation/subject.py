@@ -62,9 +62,12 @@ class Subject:
 def open_subject(job: JobConfig, config: EvaluateConfig) -> Subject:
     """Load the policy and build its first engine, with every drafter. Raises ``ConfigError``."""
     policy = load_policy(job.policy, dtype=weights_dtype(job.engine))
-    prompts = tuple(prompts_of(policy))
     names = drafters_of(policy.spec.loops, job.drafter, config)
-    engine_config = _engine_config(job, config, policy, longest=max(map(len, prompts)))
+    new_tokens = most_new_tokens(config, positions=policy.spec.max_positions)
+    prompts = tuple(prompts_of(policy, new_tokens=new_tokens))
+    engine_config = _engine_config(
+        job, config, policy, context_tokens=max(map(len, prompts)) + new_tokens + PAGE_TOKENS
+    )
     torch.set_num_threads(engine_config.threads)
     drafter_config = replace(job.drafter, names=names)
     weights = live_weights(policy, engine_config)
@@ -92,6 +95,13 @@ def drafters_of(loops: int, drafter: DrafterConfig, config: EvaluateConfig) -> t
     """
     able = {name: depth < loops for depth, name in enumerate(SHALLOW_LOOPS, start=1)}
     able[WAVEFRONT] = drafter.wavefront_depth < loops
+    if len(set(config.drafters)) < len(config.drafters):
+        raise ConfigError(f"evaluate.drafters must name each drafter once, got {list(config.drafters)}")
+    if max(config.gammas) > drafter.max_gamma:
+        raise ConfigError(
+            f"evaluate.gammas: {max(config.gammas)} is more than drafter.max_gamma={drafter.max_gamma}; "
+            "ask for fewer, or raise drafter.max_gamma"
+        )
     unable = [name for name in config.drafters if not able.get(name, True)]
     if unable:
         said = f"a policy of {loops} loops" if loops > 1 else "a policy that runs its block once"
@@ -101,9 +111,29 @@ def drafters_of(loops: int, drafter: DrafterConfig, config: EvaluateConfig) -> t
     return tuple(name for name, can in able.items() if can) if loops > 1 else DENSE
 
 
-def _engine_config(job: JobConfig, config: EvaluateConfig, policy: Policy, *, longest: int) -> EngineConfig:
+def most_new_tokens(config: EvaluateConfig, *, positions: int) -> int:
+    """Return the new tokens of the longest text that any part asks for.
+
+    Raises ``ConfigError`` by name for a length that leaves no position for a prompt.
+    """
+    asked = {
+        "chain_tokens": config.chain_tokens if "chains" in config.parts else 0,
+        "max_tokens": 2 * config.max_tokens if "generation" in config.parts else 0,
+        "lengths": max(config.lengths) if "sweep" in config.parts else 0,
+    }
+    for name, tokens in asked.items():
+        if tokens >= positions:
+            raise ConfigError(
+                f"evaluate.{name}: its longest text, of {tokens} tokens, and a prompt do not fit the "
+                f"policy's {positions} positions; ask for fewer"
+            )
+    return max(asked.values())
+
+
+def _engine_config(
+    job: JobConfig, config: EvaluateConfig, policy: Policy, *, context_tokens: int
+) -> EngineConfig:
     """Return settings with room for the longest prompt and text, and no more than the policy has."""
-    new = max(*config.lengths, 2 * config.max_tokens, config.chain_tokens)
-    context = min(policy.spec.max_positions, max(longest + new + PAGE_TOKENS, TIMED_CONTEXT_TOKENS))
+    context = min(policy.spec.max_positions, max(context_tokens, TIMED_CONTEXT_TOKENS))
     resolved = resolved_engine(job, rows=max(config.concurrencies))
     return replace(resolved, max_context_tokens=context)

@@ -155,7 +155,7 @@ def sweep_cells(
                 LeftOut(
                     concurrency=spot.concurrency,
                     length=spot.length,
-                    reason=f"only {len(found)} texts have {spot.length} tokens and do not echo",
+                    reason=f"too few texts, {len(found)}, have {spot.length} tokens and do not echo",
                 )
             )
             continue

@@ -7,6 +7,7 @@ from pathlib import Path
 from controller.calibration import OTHER, Calibration
 from rollout.calibration.store import calibrate_anew, words, write
 from rollout.job_config import JobConfig
+from rollout.output_files import writable
 from rollout.progress import Progress, say
 
 
@@ -14,6 +15,7 @@ def main(job: JobConfig) -> int:
     """Measure anew, save, and show the fit. Returns 0."""
     from rollout.engine.native.build import build_engine
 
+    out = None if job.calibrate.out is None else writable(Path(job.calibrate.out), "calibrate.out")
     with Progress(f"loading policy {job.policy.source}"):
         engine = build_engine(job.policy, job.engine, job.drafter, host="calibrate")
     started_s = time.monotonic()
@@ -21,8 +23,8 @@ def main(job: JobConfig) -> int:
     engine.close()
     say(f"calibrated in {time.monotonic() - started_s:.1f} s, saved as {path}")
     say(words(calibration))
-    if job.calibrate.out is not None:
-        write(Path(job.calibrate.out), calibration.to_json())
+    if out is not None:
+        write(out, calibration.to_json())
     sys.stdout.write(_table(calibration))
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from controller.types import AR
 from rollout.bench.arms import TextDiffersError
-from rollout.bench.book import Book, writable_path
+from rollout.bench.book import Book
 from rollout.bench.bound import Peaks
 from rollout.bench.grids import Grid
 from rollout.bench.memory import STATUS, resident
@@ -30,6 +30,7 @@ from rollout.evaluation.subject import Subject, open_subject
 from rollout.evaluation.sweep import arm_name, plain_token_s, plan_spots, sweep_arms, sweep_cells
 from rollout.evaluation.swept import Arm, Sweep, SweptSpot
 from rollout.job_config import EvaluateConfig, JobConfig
+from rollout.output_files import check_apart, output_path, write_whole
 from rollout.progress import Progress, say
 from rollout.proof.budget import PricedArm, affordable_tokens
 from rollout.proof.finding import Finding
@@ -47,8 +48,10 @@ TEXTS_SHARE = 1 / 3
 def main(job: JobConfig) -> int:
     """Run the parts and return 0 when every check passed, else 1."""
     settings = _cut(job.evaluate) if job.evaluate.cut else job.evaluate
-    out = writable_path(job, settings.out, setting="evaluate.out", name="evaluate.json")
-    html = writable_path(job, settings.html, setting="evaluate.html", name="evaluate.html")
+    folder = job.output_dir
+    out = output_path(settings.out, folder=folder, name="evaluate.json", setting="evaluate.out")
+    html = output_path(settings.html, folder=folder, name="evaluate.html", setting="evaluate.html")
+    check_apart(html, "evaluate.html", out, "evaluate.out")
     started_s = time.monotonic()
     with Progress(f"evaluate: opening {job.policy.source}"):
         subject = open_subject(job, settings)
@@ -68,6 +71,7 @@ def main(job: JobConfig) -> int:
         }
         for part in settings.parts:
             evaluation.run(part, parts[part]())
+            evaluation.keep()
         return evaluation.conclude(html)
     finally:
         subject.arms.close()
@@ -123,6 +127,10 @@ class _Evaluation:
             self.found.findings.append(finding)
             say(finding.line())
 
+    def keep(self) -> None:
+        """Write what was found so far: whoever stops the rest loses none of it."""
+        self._write(None)
+
     def note(self, text: str) -> None:
         """Show what is being done now."""
         if self._progress is not None:
@@ -139,16 +147,15 @@ class _Evaluation:
         """Compare what reused drafts leave with a serial forward of full depth, number by number."""
         subject = self.subject
         if not subject.looped_drafters:
-            yield Finding(
-                part="chains",
-                name="fixed chains",
-                passed=True,
-                detail="does not apply: no drafter evaluated here leaves verification anything to go on from",
-            )
+            say("chains: not run, for no drafter evaluated here leaves verification anything to go on from")
             return
         self.note("the serial forward")
         decoder = subject.weights.decoder
-        reference = SerialReference(decoder, self._forced_chains())
+        given = self._forced_chains()
+        if isinstance(given, str):
+            yield Finding(part="chains", name="plain, the chains themselves", passed=False, detail=given)
+            return
+        reference = SerialReference(decoder, given)
         for drafter in subject.looped_drafters:
             for gamma in subject.gammas_of[drafter]:
                 self.note(f"{drafter}, K {gamma}")
@@ -168,8 +175,8 @@ class _Evaluation:
                     compared=report.positions,
                 )
 
-    def _forced_chains(self) -> list[Chain]:
-        """Return prompts with plain decoding's own texts."""
+    def _forced_chains(self) -> list[Chain] | str:
+        """Return prompts with plain decoding's own texts, or why one of them has none."""
         engine, count = self.subject.arms.engine, self.settings.chains
         engine.use_drafters(())
         params = SamplingParams(max_tokens=self.settings.chain_tokens, ignore_eos=True)
@@ -182,6 +189,9 @@ class _Evaluation:
         ]
         batch = engine.traits.max_batch
         done = drive(engine, requests, Steering(plan=ar_plan), batch=batch).completions
+        failed = [c.error for c in done.values() if c.error is not None]
+        if failed:
+            return failed[0]
         return [
             Chain(tokens=(*r.prompt_ids, *done[r.key].token_ids), prompt_tokens=len(r.prompt_ids))
             for r in requests
@@ -336,7 +346,7 @@ class _Evaluation:
     def conclude(self, html: Path) -> int:
         """Write the JSON and the page, say the verdict and return the exit code."""
         data = self._write(self.ending)
-        html.write_text(evaluation_page(data), encoding="utf-8")
+        write_whole(html, evaluation_page(data))
         if self.found.sweep.spots:
             # Trials are a fixed number, so nearly every ratio could be known better: the intervals say it.
             sys.stdout.write(speed_table({**data, "undecided": []}) + _goal_lines(data))

@@ -38,4 +38,6 @@ def _run_folder(name: str) -> Path:
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError(f"report.runs: there is no folder {name!r}")
+    if not (folder / RUN_FILE).exists() and not any(folder.glob("*.jsonl")):
+        raise ConfigError(f"report.runs: {name!r} holds no run; name a folder under outputs/run")
     return folder

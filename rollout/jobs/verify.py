@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollout.errors import ConfigError
 from rollout.job_config import JobConfig, VerifyConfig
+from rollout.output_files import output_path, write_whole
 from rollout.policy.place import resolve
 from rollout.progress import Progress, say
 from rollout.proof.finding import Finding
@@ -28,10 +28,11 @@ HOST_START_S = 45.0
 def main(job: JobConfig) -> int:
     """Run the proof's parts and return 0 when every check passed, else 1."""
     settings = _cut(job.verify) if job.verify.cut else job.verify
+    out = output_path(settings.out, folder=job.output_dir, name="verify.json", setting="verify.out")
     if "equality" in settings.parts:
         with Progress(f"policy {job.policy.source}"):
             resolve(job.policy)  # needed last, refused first
-    proof = _Proof(job=job, settings=settings)
+    proof = _Proof(job=job, settings=settings, out=out)
     parts = {
         "law": proof.law,
         "coupled": proof.coupled,
@@ -62,6 +63,7 @@ class _Proof:
 
     job: JobConfig
     settings: VerifyConfig
+    out: Path
     findings: list[Finding] = field(default_factory=list)
     exact_cost: Mapping[str, float | str] | None = None
     _progress: Progress | None = None
@@ -153,11 +155,7 @@ class _Proof:
     def conclude(self) -> int:
         """Write the JSON, say the verdict and return the exit code."""
         failed = [f for f in self.findings if not f.passed]
-        path = Path(self.settings.out or Path(self.job.output_dir or ".") / "verify.json")
-        try:
-            path.write_text(json.dumps(self._record(failed), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"verify.out: cannot write {path}: {error}") from error
+        write_whole(self.out, json.dumps(self._record(failed), indent=1) + "\n")
         if self.exact_cost is not None:
             say(f"exact numerics cost {self.exact_cost['ratio']:.3g} x fast, {self.exact_cost['how']}")
         seconds = time.monotonic() - self._started_s
@@ -167,7 +165,7 @@ class _Proof:
             if failed
             else (f"proven: all {len(self.findings)} checks passed")
         )
-        sys.stdout.write(f"{verdict} ({parts}; {seconds:.0f} s), details in {path}\n")
+        sys.stdout.write(f"{verdict} ({parts}; {seconds:.0f} s), details in {self.out}\n")
         for finding in failed:
             sys.stdout.write(f"{finding.line()}\n")
         return DIFFERENT if failed else PROVEN

@@ -41,6 +41,18 @@ FOREIGN_FEATURES = (
 """Settings other architectures put beside the ones read here; any that is set changes the forward."""
 
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+"""Counts that every family has."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeTables:
     """Rotary angles by position. Dimension h of a head is rotated with dimension h + head_dim / 2."""
@@ -49,11 +61,19 @@ class RopeTables:
     sin_PH: Tensor
 
 
+def check_family(family: object) -> None:
+    """Raise ``UnsupportedError`` for a ``model_type`` that is not computed."""
+    if family not in FAMILIES:
+        raise UnsupportedError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
+
+
 def load_spec(config: "PretrainedConfig") -> ModelSpec:
     """Return the shape of a model. Raises ``UnsupportedError`` naming every setting not computed."""
     family = config.model_type
-    if family not in FAMILIES:
-        raise UnsupportedError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    check_family(family)
+    sizes = _size_problems(config)
+    if sizes:  # nothing else can be read from them
+        raise UnsupportedError(f"{family} config: {'; '.join(sizes)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     problems = _foreign_settings(config, head_dim)
     window = _sliding_window(config, problems)
@@ -83,6 +103,19 @@ def load_spec(config: "PretrainedConfig") -> ModelSpec:
         sliding_window=window,
         **(ouro_properties(config) if family == "ouro" else {}),
     )
+
+
+def _size_problems(config: "PretrainedConfig") -> list[str]:
+    """Return what in ``config`` is no size of anything."""
+    problems = []
+    for name in SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problems.append(f"{name}={value!r} is no whole number >= 1")
+    eps = config.rms_norm_eps
+    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        problems.append(f"rms_norm_eps={eps!r} is no number >= 0")
+    return problems
 
 
 def eos_ids_of(value: int | list[int] | None) -> tuple[int, ...]:
@@ -143,8 +176,11 @@ def _rope_problems(config: "PretrainedConfig", problems: list[str]) -> None:
         problems.append(f"rope_type={kind!r} is not one of {', '.join(_SCALINGS)}")
     if (settings.get("partial_rotary_factor") or 1.0) != 1.0:
         problems.append(f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported")
-    if settings.get("rope_theta") is None:
+    theta = settings.get("rope_theta")
+    if theta is None:
         problems.append("rope_parameters has no rope_theta")
+    elif not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        problems.append(f"rope_theta={theta!r} is no number above 0")
 
 
 def rope_tables(

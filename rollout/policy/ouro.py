@@ -30,7 +30,7 @@ def ouro_problems(config: "PretrainedConfig") -> list[str]:
     if isinstance(loops, bool) or not isinstance(loops, int) or loops < 1:
         problems.append(f"total_ut_steps={loops!r} is no number of loops")
     threshold = getattr(config, "early_exit_threshold", None)
-    if threshold is not None and not threshold >= 1:
+    if threshold is not None and not _at_least_one(threshold):
         problems.append(
             f"early_exit_threshold={threshold!r} lets tokens leave early: speculation and KV planes per loop "
             "need every token to run every loop (1.0)"
@@ -54,6 +54,10 @@ def ouro_problems(config: "PretrainedConfig") -> list[str]:
         if getattr(config, name, False)
     ]
     return problems
+
+
+def _at_least_one(threshold: object) -> bool:
+    return isinstance(threshold, int | float) and threshold >= 1
 
 
 def _kv_sharing(config: "PretrainedConfig") -> list[tuple[str, Any]]:

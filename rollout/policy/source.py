@@ -6,7 +6,8 @@ What is read is checked against what the engine computes before anything runs.
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollout.config import PolicyConfig
-from rollout.errors import UnsupportedError
-from rollout.policy.families import eos_ids_of, load_spec
+from rollout.errors import ConfigError, UnsupportedError
+from rollout.policy.families import check_family, eos_ids_of, load_spec
 from rollout.policy.offgrid import offgrid
 from rollout.policy.place import resolve, weight_files
 from rollout.policy.spec import ModelSpec
@@ -93,17 +94,37 @@ def read_config(folder: Path) -> "PretrainedConfig":
     """Return a folder's config, also of families that transformers knows only as remote code."""
     from transformers import AutoConfig, PretrainedConfig
 
-    settings, _ = PretrainedConfig.get_config_dict(folder)
-    if settings.get("model_type") == "ouro":
-        from rollout.policy.ouro_config import OuroConfig
+    with _reading(folder / "config.json"):
+        settings, _ = PretrainedConfig.get_config_dict(folder)
+        family = settings.get("model_type")
+    check_family(family)
+    with _reading(folder / "config.json"):
+        if family == "ouro":
+            from rollout.policy.ouro_config import OuroConfig
 
-        return OuroConfig.from_pretrained(folder)
-    return AutoConfig.from_pretrained(folder)
+            return OuroConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever a library raises over a damaged file into a ``ConfigError`` that names the file."""
+    try:
+        yield
+    except Exception as error:
+        what = " ".join(str(error).split()) or "no reason given"
+        raise ConfigError(
+            f"policy.source: {path} cannot be read ({type(error).__name__}: {what[:200]}); "
+            "mend it or copy it anew"
+        ) from error
 
 
 def _generation_eos(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    return eos_ids_of(json.loads(path.read_text()).get("eos_token_id")) if path.is_file() else ()
+    if not path.is_file():
+        return ()
+    with _reading(path):
+        return eos_ids_of(json.loads(path.read_text()).get("eos_token_id"))
 
 
 def _read_tokenizer(
@@ -115,7 +136,8 @@ def _read_tokenizer(
         log.warning("policy: %s has no tokenizer; completions will have no text", folder)
         return None
     # With the config, so that no folder makes transformers look for remote code.
-    tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
+    with _reading(folder / "tokenizer.json"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in spec.eos_ids:
         log.warning(
             "policy: the tokenizer's end %r (%d) is not among the ids generation ends at: %s",
@@ -126,9 +148,17 @@ def _read_tokenizer(
     return tokenizer
 
 
+def _stored(folder: Path) -> StoredTensors:
+    files = weight_files(folder)
+    for file in files:
+        with _reading(file):  # each alone, so that the right one is named
+            StoredTensors([file])
+    return StoredTensors(files)
+
+
 def _read_state(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """Check all weights; what is missing, unknown, mis-shaped or not finite is refused by name."""
-    stored = StoredTensors(weight_files(folder))
+    stored = _stored(folder)
     expected = expected_tensors(spec)
     problems = [f"{name} is missing" for name in expected if name not in stored]
     narrowed = 0

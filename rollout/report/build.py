@@ -6,10 +6,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rollout.output_files import writable, write_whole
 from rollout.report.journal import Journal, read_journal
 from rollout.report.panel import Panel
 from rollout.report.panels import PANELS
 from rollout.report.summary import summary_row
+from rollout.report.table import table
 
 STYLE = """
 :root{color-scheme:light dark}
@@ -18,7 +20,8 @@ h1{font-size:1.5em;margin-bottom:.2em}h2{font-size:1.2em;margin:1.6em 0 .4em}h3{
 .panels{columns:2 520px;column-gap:1.2em}
 section{border:1px solid #8884;border-radius:8px;padding:.8em 1em;margin:0 0 1.2em;overflow-x:auto}
 section{break-inside:avoid}
-section.empty{opacity:.7}
+section.empty{opacity:.7}section.whole{column-span:all}
+.drawings{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:0 1.5em}
 svg{width:100%;max-width:760px;height:auto}svg text{font-size:11px;fill:currentColor}
 .axis{stroke:currentColor;fill:none}.grid{stroke:currentColor;stroke-opacity:.13;fill:none}
 .legend{font-size:.85em;display:flex;flex-wrap:wrap;gap:.2em 1.2em}
@@ -26,23 +29,26 @@ svg{width:100%;max-width:760px;height:auto}svg text{font-size:11px;fill:currentC
 .note{font-size:.88em;opacity:.8;margin:.4em 0 0}
 table{border-collapse:collapse;font-size:.92em;font-variant-numeric:tabular-nums}
 td,th{padding:.15em .5em;text-align:right}
+td.word,th.word{text-align:left}td.loud{color:#d11a2a;font-weight:bold}
 td:first-child,th:first-child{text-align:left;white-space:nowrap}
 th{font-size:.88em;vertical-align:bottom}
 tr+tr{border-top:1px solid #8883}.wide{overflow-x:auto}pre{white-space:pre-wrap}summary{margin:.4em 0}
-@media(max-width:640px){svg text{font-size:16px}}
+@media(max-width:640px){svg text{font-size:16px}td.word+td.word{min-width:11em}}
 """
 
 
 def build(run_dir: Path, out: Path) -> Path:
-    """Write the page of one run to ``out`` and return it. Raises ``JournalError``."""
+    """Write the page of one run to ``out`` and return it. Raises as ``build_all``."""
     return build_all([run_dir], out)
 
 
 def build_all(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write one page of several runs, in the order given, to ``out`` and return it."""
+    """Write one page of several runs, in the order given, to ``out`` and return it.
+
+    Raises ``JournalError`` for a run that cannot be read, ``ConfigError`` where nothing can be written.
+    """
     journals = [read_journal(folder) for folder in run_dirs]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(journals), encoding="utf-8")
+    write_whole(writable(out, "report.out"), page(journals))
     return out
 
 
@@ -71,7 +77,7 @@ def document(title: str, body: str) -> str:
 
 def section(panel: Panel) -> str:
     """Return a panel as HTML, with its title and note."""
-    kind = ' class="empty"' if panel.empty else ""
+    kind = ' class="empty"' if panel.empty else ' class="whole"' if panel.wide else ""
     note = f'<p class="note">{escape(panel.note)}</p>'
     return f"<section{kind}><h3>{escape(panel.title)}</h3>{panel.body}{note}</section>"
 
@@ -91,9 +97,7 @@ def _headline(journal: Journal) -> str:
 def _comparison(journals: Sequence[Journal]) -> str:
     """Return a table with one row per run."""
     rows = [{"run": journal.folder.name, **summary_row(journal)} for journal in journals]
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in row.values()) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return table(tuple(rows[0]), [tuple(row.values()) for row in rows])
 
 
 def _rounded(value: Any) -> Any:

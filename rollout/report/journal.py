@@ -5,7 +5,7 @@ run never wrote is an empty list; a line that lacks a field the panels read is a
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,17 @@ def read_journal(folder: Path) -> Journal:
         step_metrics={
             line["at"]: line["values"] for line in _lines(folder, METRICS) if line["clock"] == "trainer/step"
         },
-        summary=json.loads(summary.read_text()) if summary.exists() else None,
-        settings=yaml.safe_load(settings.read_text()) if settings.exists() else {},
+        summary=_whole(summary, json.loads),
+        settings=_whole(settings, yaml.safe_load) or {},
     )
+
+
+def _whole(file: Path, read: Callable[[str], Any]) -> Any:
+    """Return what is in a file that is one value; None where there is none."""
+    try:
+        return read(file.read_text()) if file.exists() else None
+    except (ValueError, yaml.YAMLError) as error:
+        raise JournalError(f"{file}: {' '.join(str(error).split())}") from error
 
 
 def _lines(folder: Path, kind: str) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,9 @@ class Panel:
     """HTML."""
 
     note: str
+    wide: bool = False
+    """Whether it takes the page's whole width: a table of many columns does."""
+
     empty: bool = False
     """True when the run holds nothing for it; ``note`` says what is missing."""
 

@@ -37,7 +37,7 @@ PANELS: tuple[Callable[[Journal], Panel], ...] = (
     makespan,
     updates,
     mismatch,
-    round_parts,
     time_split,
+    round_parts,
 )
 """In the order of the page."""

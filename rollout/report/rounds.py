@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from itertools import pairwise
 
 from controller.types import AR
@@ -11,6 +10,7 @@ from rollout.report.journal import Journal, Round
 from rollout.report.panel import MAX_POINTS, Panel, counted, no_data, tints
 from rollout.report.statistics import quantile, wilson, wilson_of_blocks
 from rollout.report.svg import QUIET, Axis, Plot, axis_over, colour
+from rollout.report.table import table
 from rollout.tracking.reduce import AcceptanceCounts
 
 ROUND_COLUMNS = (
@@ -185,12 +185,11 @@ def round_parts(journal: Journal) -> Panel:
         groups.setdefault(("+".join(drafters) or "AR", (r.batch - 1).bit_length()), []).append(r)
     order = sorted(groups, key=lambda key: (key[0] != "AR", key))
     rows = [_round_row(mode, power, groups[mode, power]) for mode, power in order]
-    head = "".join(f"<th>{h}</th>" for h in ROUND_COLUMNS)
     note = (
         "Times are medians, tokens a mean and tokens/s a quotient of sums; rounds that also computed prompt "
         "rows are included. A round that drafts for some sequences and not for others counts by its drafters."
     )
-    return Panel(title=title, body=f"<table><tr>{head}</tr>{''.join(rows)}</table>", note=note)
+    return Panel(title=title, body=table(ROUND_COLUMNS, rows), note=note, wide=True)
 
 
 def _counts_by_drafter(rounds: Sequence[Round]) -> dict[str, AcceptanceCounts]:
@@ -223,13 +222,13 @@ def _mean(group: Sequence[Round], value: Callable[[Round], float]) -> float:
     return sum(map(value, group)) / len(group)
 
 
-def _round_row(mode: str, power: int, rounds: Sequence[Round]) -> str:
+def _round_row(mode: str, power: int, rounds: Sequence[Round]) -> list[str]:
     def median_ms(value: Callable[[Round], float]) -> str:
         return f"{1000 * quantile([value(r) for r in rounds], 0.5):.2f}"
 
     low, high = 2**power // 2 + 1, 2**power
     tokens = sum(o.committed for r in rounds for o in r.outcomes)
-    cells = [
+    return [
         mode,
         str(high) if low >= high else f"{low}-{high}",
         str(len(rounds)),
@@ -240,4 +239,3 @@ def _round_row(mode: str, power: int, rounds: Sequence[Round]) -> str:
         f"{tokens / len(rounds):.2f}",
         f"{tokens / max(1e-9, sum(r.total_s for r in rounds)):.0f}",
     ]
-    return "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"

@@ -33,6 +33,9 @@ class Axis:
     whole: bool = False
     """What is counted: no ticks between whole numbers."""
 
+    marks: tuple[float, ...] = ()
+    """Where the ticks stand, when not at round values: an axis of few values names those."""
+
     def fraction(self, value: float) -> float:
         """Return where ``value`` lies between the ends, clipped to 0..1."""
         if self.scale == "log":
@@ -43,11 +46,15 @@ class Axis:
 
     def ticks(self) -> list[float]:
         """Return three to eight round values within the ends; a whole axis of few numbers may have fewer."""
-        if self.scale == "log":
-            return self._log_ticks()
+        if self.marks:
+            return list(self.marks)
+        return self._log_ticks() if self.scale == "log" else self._round_ticks()
+
+    def _round_ticks(self) -> list[float]:
         rough = (self.high - self.low) / 5
         if self.whole:
-            rough = max(1.0, rough)
+            few = math.floor(self.high) - math.ceil(self.low) < 8
+            rough = 1.0 if few else max(1.0, rough)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
         start = math.ceil(self.low / step - 1e-9)
@@ -61,7 +68,7 @@ class Axis:
         multiples = (1, 2, 5) if last - first < 4 else (1,)
         round_values = [m * 10.0**p for p in range(first, last + 1) for m in multiples]
         found = [v for v in round_values if self.low * 0.999 <= v <= self.high * 1.001]
-        return found if len(found) > 1 else [self.low, self.high]
+        return found if len(found) > 1 else self._round_ticks()
 
 
 def axis_over(
@@ -70,12 +77,14 @@ def axis_over(
     *,
     zero: bool = False,
     headroom: bool = False,
+    footroom: bool = False,
     whole: bool = False,
     scale: Scale = "linear",
 ) -> Axis:
     """Return an axis that shows all of ``values``, with room when they are all the same.
 
-    ``zero`` starts it at 0 or below, ``headroom`` leaves a little above the highest.
+    ``zero`` starts it at 0 or below, ``headroom`` leaves a little above the highest, ``footroom`` below the
+    lowest.
     """
     low, high = min(values), max(values)
     if scale == "log":
@@ -86,8 +95,9 @@ def axis_over(
         low, high = low - 0.5, high + 0.5
     elif high <= low:
         high = low + (abs(low) or 1.0)
-    if headroom:
-        high += 0.06 * (high - low)
+    room = 0.06 * (high - low)
+    high += room if headroom else 0.0
+    low -= room if footroom else 0.0
     return Axis(label=label, low=low, high=high, whole=whole)
 
 

@@ -60,7 +60,11 @@ def time_split(journal: Journal) -> Panel:
     largest = max(g.largest_batch for g in groups)
     plot = Plot(
         x=Axis(
-            label="batch: plain rounds left, drafting ones right", low=0.7, high=1.4 * largest, scale="log"
+            label="batch: plain rounds left, drafting ones right",
+            low=0.7,
+            high=1.4 * largest,
+            scale="log",
+            marks=tuple(sorted({float(g.largest_batch) for g in groups})),
         ),
         y=Axis(label="share of the time", low=0, high=1),
     )

@@ -1,6 +1,7 @@
 """``taildraft evaluate``: what it writes about tiny policies, and that a wrong engine turns its verdict."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from html.parser import HTMLParser
@@ -17,7 +18,7 @@ from rollout.engine.native.engine import NativeEngine
 from rollout.evaluation.generation import free_report, plain_texts, replayed_choice
 from rollout.evaluation.questions import PROMPTS_FILE, select_questions
 from rollout.evaluation.spread import EXACT, Limits
-from rollout.job_config import EvaluateConfig, JobConfig
+from rollout.job_config import EvaluateConfig, EvaluationPart, JobConfig
 from rollout.jobs import evaluate
 from rollout.proof import faults
 from rollout.proof.tiny_checks import engine_for
@@ -208,14 +209,31 @@ def test_a_wrong_engine_turns_the_verdict(
     assert "DIFFERENT: " in (tmp_path / "evaluate.html").read_text()
 
 
+def test_what_was_found_before_an_interrupt_is_kept_and_called_incomplete(
+    looped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "law_findings", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main(job_of(looped, tmp_path, parts=("chains", "laws"), drafters=("shallow_loop_1",)))
+    data = result_of(tmp_path)
+    assert not data["complete"]
+    assert {f["part"] for f in data["findings"]} == {"chains"}
+    assert [p.name for p in tmp_path.iterdir()] == ["evaluate.json"]
+
+
 # ---- a policy whose block runs once ---------------------------------------------------------------
 
 
-def test_a_dense_policy_has_no_chains_and_says_so(dense: Path, tmp_path: Path) -> None:
+def test_a_dense_policy_has_no_chains_and_says_so(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert evaluate.main(job_of(dense, tmp_path, gammas=(4,), concurrencies=(2,))) == 0
     data = result_of(tmp_path)
-    (chains,) = [f for f in data["findings"] if f["part"] == "chains"]
-    assert chains["detail"].startswith("does not apply")
+    assert not [f for f in data["findings"] if f["part"] == "chains"]
+    assert "chains: not run, for no drafter evaluated here leaves" in capsys.readouterr().err
     assert set(data["arms"]) == {f"c2_t8_{arm}" for arm in ("ar", "w4_k4", "history_k4")}
     assert data["goals"] == []
     assert [f["name"] for f in data["findings"] if f["part"] == "laws" and "w4" in f["name"]]
@@ -289,13 +307,18 @@ def test_a_policys_own_prompts_are_asked_where_its_folder_has_some(looped: Path,
     assert {name.split("/")[1] for name in asked} <= {"0", "1", "2", "3"}
 
 
-def test_where_nothing_can_be_checked_the_verdict_is_no_yes(looped: Path, tmp_path: Path) -> None:
-    """No text of the tiny policy has as many tokens as its context."""
-    job = job_of(looped, tmp_path, parts=("sweep",), drafters=("wavefront",), lengths=(250,))
+@pytest.mark.parametrize("part", ["chains", "sweep"])
+def test_where_nothing_can_be_checked_the_verdict_is_no_yes(
+    looped: Path, tmp_path: Path, part: EvaluationPart
+) -> None:
+    """Copies leave no states to compare, and few texts of the tiny policy are this long."""
+    job = job_of(looped, tmp_path, parts=(part,), drafters=("history",), concurrencies=(4,), lengths=(200,))
     assert evaluate.main(job) == 1
     data = result_of(tmp_path)
     assert (data["verdict"], data["findings"]) == ("not run", [])
-    assert {spot["reason"] for spot in data["left_out"]} == {"only 0 texts have 250 tokens and do not echo"}
+    reasons = [spot["reason"] for spot in data["left_out"]]
+    assert len(reasons) == (part == "sweep")
+    assert all(re.fullmatch(r"too few texts, \d, have 200 tokens and do not echo", r) for r in reasons)
 
 
 # ---- what is refused ------------------------------------------------------------------------------

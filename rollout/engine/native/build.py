@@ -124,8 +124,8 @@ def _decoder(
         return compiled, compiled.description()
     if config.decoder == "auto":
         log.warning("engine.decoder: auto -> torch (%s)", unavailable or f"{config.device}, {config.dtype}")
-    torch.set_num_threads(threads)
     device = _usable_device(config)
+    torch.set_num_threads(threads)
     decoder = TorchDecoder(
         spec,
         cos_PH=cos_PH,

@@ -1,3 +1,4 @@
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,13 @@ SHAPES = {POLICY: SMALL_POLICY, "w4": SMALL_W4, "history": HISTORY}
 
 
 def logged_run(kind: str, *, rounds: int = 150) -> list[Record]:
-    """A run with updates, rebuilds, failures and a draining batch, as its log."""
+    """A run with updates, rebuilds, failures and a draining batch, as its log, read anew each time."""
+    return [json.loads(line) for line in written_run(kind, rounds)]
+
+
+@functools.cache
+def written_run(kind: str, rounds: int) -> tuple[str, ...]:
+    """The log's lines."""
     machine = SimulatedMachine(shapes=SHAPES, hazard=lambda drafter, key, position, round_index: 0.8)
     config = ControllerConfig(kind=kind)  # type: ignore[arg-type]
     controller = build_controller(config, traits_of(SHAPES, max_gamma=11), SHAPES, machine.calibration())
@@ -47,30 +54,26 @@ def logged_run(kind: str, *, rounds: int = 150) -> list[Record]:
             done = replace(done, drafts=tuple(replace(d, failures=1) for d in done.drafts))
         controller.observe(done)
         records.append(facts_record(done))
-    return records
-
-
-def through_json(records: list[Record]) -> list[Record]:
-    return [json.loads(json.dumps(r)) for r in records]
+    return tuple(json.dumps(r) for r in records)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_log_decides_the_same_again(kind: str) -> None:
-    decisions = replay(through_json(logged_run(kind)))
+    decisions = replay(logged_run(kind))
     assert len(decisions) == 150
     assert all(d.same for d in decisions)
     assert all(d.facts is not None for d in decisions)
 
 
 def test_another_config_says_what_it_would_have_done() -> None:
-    records = through_json(logged_run("auto"))
+    records = logged_run("auto")
     decisions = replay(records, config=ControllerConfig(kind="ar"))
     assert all(d.replayed.assignments == {} for d in decisions)
     assert any(not d.same for d in decisions)
 
 
 def test_a_changed_fact_can_change_a_decision() -> None:
-    records = through_json(logged_run("auto"))
+    records = logged_run("auto")
     for record in records:
         if record["event"] == "facts":
             for outcome in record["facts"]["outcomes"]:
@@ -124,7 +127,7 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="controller"):
         replay([{"event": "facts"}])
     with pytest.raises(ValueError, match="unknown event"):
-        replay([*through_json(logged_run("ar", rounds=1)), {"event": "surprise"}])
+        replay([*logged_run("ar", rounds=1), {"event": "surprise"}])
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"event": "controller"}\n{"ev')
     with pytest.raises(ValueError, match=r"broken\.jsonl:2"):

@@ -29,6 +29,7 @@ def test_the_quantile_of_student_is_the_published_one(freedom: int, published: f
     assert t95(freedom) == pytest.approx(published, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_true_ratio_nine_times_in_ten() -> None:
     """5000 intervals of 5 pairs; 90% give or take 5.2 standard errors: false alarm under 1e-6."""
     rng = random.Random(0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.native.perplexity import perplexity, perplexity_change
+from rollout.engine.native.perplexity import CHUNK_ROWS, perplexity, perplexity_change
+from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.policy.offgrid import offgrid
 from rollout.testing import TinyPolicy, tiny_policy
@@ -71,19 +72,29 @@ def decoder_of(policy: TinyPolicy) -> TorchDecoder:
     )
 
 
+def whole_logprob(decoder: TorchDecoder, text: list[int]) -> float:
+    """Return the log-probability of all tokens but the first, from one forward without chunks."""
+    rows, pages = len(text) - 1, -(-len(text) // PAGE_TOKENS)
+    batch = RowBatch(
+        token_ids_M=torch.tensor(text[:-1], dtype=torch.int32),
+        positions_M=torch.arange(rows, dtype=torch.int32),
+        table_M=torch.zeros(rows, dtype=torch.int32),
+        page_table_SP=torch.arange(pages, dtype=torch.int32)[None],
+        head_rows_R=torch.arange(rows, dtype=torch.int32),
+    )
+    logits_RV = decoder.forward(batch, decoder.new_storage(pages)).logits_RV
+    return float(logits_RV.log_softmax(-1)[range(rows), text[1:]].sum())
+
+
 def test_perplexity_is_that_of_the_tokens_given_all_before_them() -> None:
     policy = tiny_policy()
     decoder = decoder_of(policy)
     decoder.load(policy.state)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(48, (n,), generator=generator).tolist() for n in (100, 2)]
-    total = 0.0
-    for text in texts:
-        for end in range(1, len(text)):
-            # One token at a time, from nothing: no chunk, no cache.
-            total += math.log(perplexity(decoder, [text[: end + 1]])) * end
-            total -= math.log(perplexity(decoder, [text[:end]])) * (end - 1) if end > 1 else 0.0
-    assert perplexity(decoder, texts) == pytest.approx(math.exp(total / 100), rel=1e-9)
+    assert len(texts[0]) > CHUNK_ROWS + 1
+    total = sum(whole_logprob(decoder, text) for text in texts)
+    assert perplexity(decoder, texts) == pytest.approx(math.exp(-total / 100), rel=1e-9)
     with pytest.raises(ValueError, match="fewer than two"):
         perplexity(decoder, [[3]])
 

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html import escape
@@ -51,8 +52,8 @@ TITLES = (
     "Makespan and tail of one rollout step",
     "Weight updates and drafter builds",
     "Train/rollout mismatch",
-    "Round time by batch",
     "Where a round's time goes",
+    "Round time by batch",
 )
 
 
@@ -299,7 +300,7 @@ def test_reasons_that_differ_in_numbers_only_are_one(tmp_path: Path) -> None:
 def test_round_times_are_told_by_drafter_and_power_of_two(run_dir: Path) -> None:
     # Batches 8 to 5 decode plainly and 4 to 1 draft, 3 rounds of each in each of 3 steps.
     body = round_parts(read_journal(run_dir)).body
-    rows = [row.split("</td>")[:3] for row in body.replace("<td>", "").split("<tr>")[2:]]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row)[:3] for row in body.split("<tr>")[2:]]
     assert rows == [["AR", "5-8", "36"], ["w4", "1", "9"], ["w4", "2", "9"], ["w4", "3-4", "18"]]
 
 
@@ -381,7 +382,7 @@ def test_the_newest_run_is_taken_and_what_keeps_no_journal_is_none(run_dir: Path
 def test_several_runs_make_one_page(run_dir: Path, tmp_path: Path) -> None:
     text = build_all([run_dir, run_dir], tmp_path / "x.html").read_text()
     assert text.count("<h3>Reward</h3>") == 2
-    assert text.count("<td>one</td>") == 2  # the table that compares them
+    assert text.count(">one</td>") == 2  # the table that compares them
     assert "<td>one</td>" not in page([read_journal(run_dir)])
 
 
@@ -506,3 +507,21 @@ def test_a_log_axis_has_a_few_ticks_within_its_ends(low: float, high: float) -> 
     assert 2 <= len(ticks) <= 12
     assert ticks == sorted(ticks)
     assert all(low * 0.998 <= t <= high * 1.002 for t in ticks)
+
+
+def test_a_folder_that_holds_no_run_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"report\.runs: .* holds no run; name a folder under outputs/run"):
+        main(JobConfig(report=ReportConfig(runs=(str(tmp_path),))))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
+def test_a_damaged_summary_or_settings_file_is_named(run_dir: Path, name: str) -> None:
+    (run_dir / name).write_text("{")
+    with pytest.raises(JournalError, match=name):
+        read_journal(run_dir)
+
+
+def test_an_axis_of_few_values_names_those_and_no_others() -> None:
+    assert Axis(label="x", low=0.7, high=6.0, scale="log", marks=(1.0, 4.0)).ticks() == [1.0, 4.0]
+    assert all(float(f"{t:.2g}") == t for t in axis_over("x", [128.0], scale="log").ticks())

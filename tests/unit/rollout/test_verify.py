@@ -149,6 +149,7 @@ def test_a_draft_the_target_excludes_is_never_kept(rule: str) -> None:
     assert kept == {0}
 
 
+@pytest.mark.slow
 def test_block_keeps_at_least_as_much_as_token_in_expectation() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
