@@ -32,6 +32,10 @@ BATCH_CHANGE = 0.25
 """Relative change of the batch that is planned for at once: sequences fewer, more, or others. A batch that
 decodes plainly and only grew is no such change."""
 
+PLAIN_STANDS = 0.1
+"""Share of the usual time for which plain decoding stands whatever the batch does. Where sequences end round
+by round, a plan for each would take a tenth of the time or more."""
+
 MORE_READY = 1.25
 """Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
 
@@ -39,8 +43,8 @@ MORE_READY_TOKENS = 0.5
 """Least difference of the two that does."""
 
 YOUNG_TOKENS = 40.0
-"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot. Half of it
-is there after a second."""
+"""Evidence below which a drafter's plan stands for one round: it was made of hope, and each round still
+teaches a lot. One of a large batch brings more than that, and shows the most."""
 
 YOUNG_COPIED_TOKENS = 12
 """Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
@@ -64,7 +68,6 @@ class KeptPlan:
 
     keys: tuple[int, ...]
     usable: tuple[str, ...]
-    prefill: bool
     patience_s: float
     """Time for which it stands, unless the batch changes or more is ready for free."""
 
@@ -81,10 +84,10 @@ class KeptPlan:
     """Its drafters that run a model."""
 
     young: tuple[str, ...]
-    """Of the others, those of which little was known."""
+    """Its drafters of which little was known."""
 
-    seen_tokens: int
-    """Draft tokens that had been seen of those."""
+    teach_tokens: int
+    """Draft tokens seen of those after which it is made anew."""
 
 
 class PlanKeeper:
@@ -105,6 +108,14 @@ class PlanKeeper:
         self._kept: KeptPlan | None = None
         self._since_plan_s = self._since_look_up_s = 0.0
         self._pause_rounds = self._copy_round = 0
+        self._last: tuple[RoundLoad | None, tuple[int, ...]] = (None, ())
+        """The load last asked about, and its sequences: rounds ask about one several times."""
+
+    def keys(self, load: RoundLoad) -> tuple[int, ...]:
+        """Return the sequences of a round, in order."""
+        if self._last[0] is not load:
+            self._last = (load, tuple([s.key for s in load.sequences]))
+        return self._last[1]
 
     def passed(self, seconds: float) -> None:
         """Hear that a round took so long."""
@@ -137,21 +148,21 @@ class PlanKeeper:
         ``instead`` what was best without copying."""
         used = {a.drafter for a in plan.assignments.values()}
         models = tuple(sorted(filter(self._runs_model, used)))
-        young = tuple(sorted(d for d in used if d not in models and self._little_known(d)))
+        young = tuple(sorted(filter(self.little_known, used)))
+        teaches = 1 if any(d in models for d in young) else YOUNG_COPIED_TOKENS
         patience = 1.0 if plan.assignments else FAR_PATIENCE if gain < FAR_GAIN else PLAIN_PATIENCE
         self._kept = KeptPlan(
             plan=plan,
             round_=round_,
-            keys=keys_of(load),
+            keys=self.keys(load),
             usable=self._usable(),
-            prefill=load.prefill_tokens > 0,
             patience_s=self._patience_s * patience,
             promised=self._promised(load),
             copies=len(models) < len(used),
             instead=instead,
             models=models,
             young=young,
-            seen_tokens=self._seen_tokens(young),
+            teach_tokens=self._seen_tokens(young) + teaches,
         )
         self._since_plan_s = self._since_look_up_s = 0.0
         self._pause_rounds = self._copy_round = 0
@@ -183,13 +194,11 @@ class PlanKeeper:
 
     def _fits(self, kept: KeptPlan, load: RoundLoad) -> bool:
         """Whether it is for a round like this one, and little was learnt since."""
-        if kept.keys != (keys := keys_of(load)) and not self._fits_batch(kept, keys):
+        if kept.keys != (keys := self.keys(load)) and not self._fits_batch(kept, keys):
             return False
-        if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
+        if kept.usable != self._usable():
             return False
-        if any(map(self._little_known, kept.models)):
-            return False
-        return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
+        return not kept.young or self._seen_tokens(kept.young) < kept.teach_tokens
 
     def _fits_batch(self, kept: KeptPlan, keys: tuple[int, ...]) -> bool:
         """Whether it is for about this batch.
@@ -198,7 +207,7 @@ class PlanKeeper:
         """
         planned_for, strangers = len(kept.keys), len(set(keys).difference(kept.keys))
         gone = planned_for + strangers - len(keys)
-        if planned_for > 0 and gone == 0 and not kept.plan.assignments:
+        if not kept.plan.assignments and (gone == 0 or self._since_plan_s < PLAIN_STANDS * self._patience_s):
             return True
         return max(strangers, gone) <= BATCH_CHANGE * planned_for
 
@@ -206,7 +215,7 @@ class PlanKeeper:
         """Whether thinking again would hardly show anything new, all that is ready being the same."""
         return (
             self._since_plan_s < UNCHANGED_PATIENCE * kept.patience_s
-            and kept.keys == keys_of(load)
+            and kept.keys == self.keys(load)
             and self._fits(kept, load)
             and not self._look_due(kept, round_)
         )
@@ -223,13 +232,9 @@ class PlanKeeper:
         expected = self._acceptance.expected_accepted
         return sum([expected(d, n) for s in load.sequences for d, n in s.history_match_tokens.items() if n])
 
-    def _little_known(self, drafter: str) -> bool:
+    def little_known(self, drafter: str) -> bool:
+        """Whether what is known of a drafter's acceptance is little more than hope."""
         return self._acceptance.evidence_tokens(drafter) < YOUNG_TOKENS
 
     def _seen_tokens(self, drafters: tuple[str, ...]) -> int:
         return sum(map(self._acceptance.seen_tokens, drafters))
-
-
-def keys_of(load: RoundLoad) -> tuple[int, ...]:
-    """Return the sequences of a round, in order."""
-    return tuple([s.key for s in load.sequences])

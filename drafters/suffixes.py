@@ -5,8 +5,8 @@ into the prompt, but only the runs that end after it are indexed under the sampl
 
 The index maps every run of ``min_match`` tokens to the place it stood last, and each place to the one
 before it, so indexing a token costs the same whatever the length of the text, and a search walks a
-bounded chain of places, newest first, keeping the longest agreement. Text is indexed when it is searched: where
-nobody looks for copies, it is only kept.
+bounded chain of places, newest first, keeping the longest agreement. Text is indexed when it is searched:
+where nobody looks for copies, it is only kept.
 """
 
 from array import array
