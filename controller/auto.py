@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from controller.allocate import Allocation, Batch, allocate, allocate_uniform, batch_of
 from controller.base import BaseController
 from controller.calibration import Calibration
-from controller.candidates import Candidates, mixed
+from controller.candidates import Candidates, mixed, positions_to
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
 from controller.explore import START_S, ExploreBudget, Pace
@@ -28,6 +28,9 @@ from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts
 
 LOOK_UP_S = 3e-5
 """What a look-up takes per sequence. A plan that copies needs one every round, outside what facts tell."""
+
+NOBODY = -1
+"""The key of no sequence: what is known of it is what is known of all."""
 
 TAIL_PATIENCE = 0.3
 """In the tail a slot is weighed against its share of the whole round, and the best round may be three
@@ -87,6 +90,9 @@ class AutoController(BaseController):
         """By bucket of the batch: the round in which plain decoding was last observed."""
         self._looks: Counter[str | int] = Counter()
         """Rounds observed, by drafter and by bucket of plain decoding."""
+        self._copies_may_pay = True
+        """Of the batch last planned for. While not, nobody looks for text to copy but for probes."""
+        self._copying = [d.name for d in traits.drafters if not self._model.runs_model(d.name)]
         self._switching = {d.name for d in traits.drafters if d.switch_tokens_per_sequence}
         """Drafters that must be caught up with a sequence."""
         self._last_drafter: dict[int, str] = {}
@@ -98,6 +104,7 @@ class AutoController(BaseController):
             runs_model=self._model.runs_model,
             usable=self._usable,
             look_due=self._look_due,
+            may_copy=self._may_copy,
             think_budget_frac=config.think_budget_frac,
         )
         self._options: list[Allocation] = []
@@ -109,8 +116,29 @@ class AutoController(BaseController):
     # Deciding.
 
     def wants_look_up(self, load: RoundLoad) -> bool:
-        """Whether a new plan may be due, or the last one is cut to what is ready."""
-        return not load.prefill_tokens and self._keeper.wants_look_up(load, self._round + 1)
+        """Whether the last plan is cut to what is ready, or a new one may be due that could copy."""
+        if load.prefill_tokens or not self._keeper.wants_look_up(load, self._round + 1):
+            return False
+        return self._keeper.copies or self._may_copy(self._round + 1)
+
+    def _may_copy(self, round_: int) -> bool:
+        """Whether a plan made in a round should see what there is to copy."""
+        return self._copies_may_pay or any(round_ >= self._probe_round(d) for d in self._copying)
+
+    def _could_pay(self, drafter: str, load: RoundLoad) -> bool:
+        """Whether a drafter that runs no model would be no slower than plain decoding if all sequences had as
+        much to copy as they can use."""
+        batch, read = len(load.sequences), float(sum([s.context_tokens for s in load.sequences]))
+        gammas = positions_to(min(self._drafters[drafter].max_gamma, self._config.gammas[-1]))
+        context = np.asarray(read * (gammas + 1), dtype=np.float64)
+        verify_s = self._model.verify_curve_s(
+            batch * (gammas + 1), context, sequences=batch, read_tokens=read
+        )
+        base_s, per_row_s = self._model.other_line_s(speculates=True)
+        seconds = verify_s + (base_s + self._free_s(drafter, batch, batch)) + per_row_s * batch * (gammas + 1)
+        per_token_s = self._model.plain_s(batch, read_tokens=read) / batch
+        tokens = batch * (1.0 + self._acceptance.survival(drafter, (NOBODY,))[0, : len(gammas)].cumsum())
+        return bool((seconds <= tokens * per_token_s).any())
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
@@ -122,7 +150,12 @@ class AutoController(BaseController):
         if kept is not None:
             return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
-        return self._explore(view, plan, best_per_s)
+        found = self._explore(view, plan, best_per_s)
+        could_pay = self._keeper.copies or any(self._could_pay(d, load) for d in self._copying)
+        if could_pay and not self._copies_may_pay:
+            self._keeper.drop()  # to see what there is
+        self._copies_may_pay = could_pay
+        return found
 
     def _usable(self) -> tuple[str, ...]:
         """Return the drafters that plans may use now."""
@@ -211,7 +244,9 @@ class AutoController(BaseController):
             tail_weight=self._config.tail_weight,
             tail=load.waiting == 0,
         )
-        room = {name: self._caps(load, batch, name) for name in self._usable()}
+        may_copy = self._keeper.copies or self._may_copy(self._round)
+        asked = [d for d in self._usable() if may_copy or d not in self._copying]
+        room = {name: self._caps(load, batch, name) for name in asked}
         read = batch.read_tokens
         ar_s = self._model.plain_s(batch.size, read_tokens=read)
         ar_per_s = batch.size / ar_s
@@ -274,12 +309,12 @@ class AutoController(BaseController):
 
     def _alone(self, view: _View, name: str) -> Candidates:
         batch, caps = view.batch, view.room_BD[name]
-        runs_model = self._model.runs_model(name)
+        runs_model, drafting = self._model.runs_model(name), int(np.count_nonzero(caps))
         line = NO_MODEL
         if runs_model:
             line = self._model.draft_line(
                 name,
-                sequences=int(np.count_nonzero(caps)),
+                sequences=drafting,
                 mean_context_tokens=batch.read_tokens / batch.size,
             )
         return Candidates(
@@ -290,7 +325,7 @@ class AutoController(BaseController):
             model_B=np.full(batch.size, runs_model),
             line=line,
             switch_s_B=self._switch_s(view, name, line),
-            free_s=0.0 if runs_model else self._free_s(name, batch.size, int(np.count_nonzero(caps))),
+            free_s=0.0 if runs_model else self._free_s(name, batch.size, drafting),
             reuse_frac=self._model.reuse_frac(name),
         )
 
@@ -310,16 +345,20 @@ class AutoController(BaseController):
         """Return who drafts what: all of an allocation, but of a drafter little known no more than teaches
         enough. Hope may be wrong, and a large batch would follow it at many times the cost of finding out."""
         drafters, gammas = best.candidates.drafter_B, best.gamma_B.tolist()
-        left: dict[str, float] = {}
-        if self._traits.gamma_per_sequence:
-            left = {name: YOUNG_TOKENS for name in set(drafters) if self._keeper.little_known(name)}
-        out: dict[int, Assignment] = {}
-        for key, drafter, gamma in zip(view.batch.keys, drafters, gammas, strict=True):
-            if gamma > 0 and left.get(drafter, 1.0) > 0.0:
-                out[key] = self._assignment(drafter, gamma)
-                if drafter in left:
-                    left[drafter] -= gamma
-        return out
+        assignments = {
+            key: self._assignment(drafter, gamma)
+            for key, drafter, gamma in zip(view.batch.keys, drafters, gammas, strict=True)
+            if gamma > 0
+        }
+        for name in set(drafters) if self._traits.gamma_per_sequence else ():
+            if self._keeper.little_known(name):
+                left = YOUNG_TOKENS
+                for key in [key for key, a in assignments.items() if a.drafter == name]:
+                    if left > 0.0:
+                        left -= assignments[key].gamma
+                    else:
+                        del assignments[key]
+        return assignments
 
     # Exploring.
 

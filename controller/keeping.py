@@ -100,11 +100,14 @@ class PlanKeeper:
         runs_model: Callable[[str], bool],
         usable: Callable[[], tuple[str, ...]],
         look_due: Callable[[KeptPlan, int], bool],
+        may_copy: Callable[[int], bool],
         think_budget_frac: float,
     ) -> None:
-        """``look_due`` says whether a look became due between a plan's making and a round."""
+        """``look_due`` says whether a look became due between a plan's making and a round; ``may_copy`` says
+        whether a plan made in a round sees what there is to copy."""
         self._acceptance, self._runs_model, self._usable = acceptance, runs_model, usable
-        self._look_due, self._patience_s = look_due, PLAN_S / think_budget_frac
+        self._look_due, self._may_copy = look_due, may_copy
+        self._patience_s = PLAN_S / think_budget_frac
         self._kept: KeptPlan | None = None
         self._since_plan_s = self._since_look_up_s = 0.0
         self._pause_rounds = self._copy_round = 0
@@ -130,6 +133,11 @@ class PlanKeeper:
     def copies_in(self, kept: KeptPlan, round_: int) -> bool:
         """Whether the plan looks for text to copy in a round."""
         return kept.copies and (round_ >= self._copy_round or bool(kept.models))
+
+    @property
+    def copies(self) -> bool:
+        """Whether there is a plan that looks for text to copy."""
+        return self._kept is not None and self._kept.copies
 
     def drop(self) -> None:
         """Plan anew next round."""
@@ -157,7 +165,7 @@ class PlanKeeper:
             keys=self.keys(load),
             usable=self._usable(),
             patience_s=self._patience_s * patience,
-            promised=self._promised(load),
+            promised=self._promised(load, round_),
             copies=len(models) < len(used),
             instead=instead,
             models=models,
@@ -177,7 +185,7 @@ class PlanKeeper:
         kept = self._kept
         if kept is None or self._stands(kept, load, round_):
             return kept
-        if self._holds(kept, load, round_) and self._promises_alike(kept, load):
+        if self._holds(kept, load, round_) and self._promises_alike(kept, load, round_):
             self._since_look_up_s = 0.0
             return kept
         return None
@@ -220,15 +228,17 @@ class PlanKeeper:
             and not self._look_due(kept, round_)
         )
 
-    def _promises_alike(self, kept: KeptPlan, load: RoundLoad) -> bool:
+    def _promises_alike(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
         """Whether what is ready now promises about as much as when the plan was made."""
-        promised = self._promised(load)
+        promised = self._promised(load, round_)
         if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
             return False
         # Less of what the plan does not use changes nothing.
         return not kept.copies or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
 
-    def _promised(self, load: RoundLoad) -> float:
+    def _promised(self, load: RoundLoad, round_: int) -> float:
+        if not (self.copies or self._may_copy(round_)):
+            return 0.0
         expected = self._acceptance.expected_accepted
         return sum([expected(d, n) for s in load.sequences for d, n in s.history_match_tokens.items() if n])
 
