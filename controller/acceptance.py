@@ -133,10 +133,10 @@ class _Counts:
 class _Drafter:
     """Evidence about one drafter. The prior is counted as evidence, so it fades like the rest."""
 
-    def __init__(self, config: ControllerConfig, *, positions: int, copies: bool) -> None:
+    def __init__(self, config: ControllerConfig, *, positions: int, copies: bool, hoped: bool) -> None:
         self._config = config
         self._prior_acceptance = config.prior_acceptance_copied if copies else config.prior_acceptance
-        self._hope_errors = 0.0 if copies else config.hope_errors
+        self._hope_errors = config.hope_errors if hoped else 0.0
         self.positions = positions
         self._memory = _Counts(positions, window_tokens=config.acceptance_window_tokens)
         self._memory.add_evenly(config.prior_tokens / positions, self._prior_acceptance)
@@ -270,11 +270,18 @@ class AcceptanceModel:
     """Survival of draft tokens for every drafter an engine has."""
 
     def __init__(
-        self, config: ControllerConfig, max_gammas: Mapping[str, int], *, copying: Collection[str] = ()
+        self,
+        config: ControllerConfig,
+        max_gammas: Mapping[str, int],
+        *,
+        copying: Collection[str] = (),
+        pipelines: Collection[str] = (),
     ) -> None:
-        """``copying`` names the drafters that run no model."""
+        """``copying`` names the drafters that run no model, ``pipelines`` those whose first round only fills
+        them: a wrong hope costs more there, and the prior alone has them tried where they gain much."""
+        unhoped = {*copying, *pipelines}
         self._drafters = {
-            name: _Drafter(config, positions=most, copies=name in copying)
+            name: _Drafter(config, positions=most, copies=name in copying, hoped=name not in unhoped)
             for name, most in max_gammas.items()
         }
 

@@ -28,9 +28,6 @@ Ints = NDArray[np.intp]
 WORTH_RANGE = (0.5, 2.0)
 """Bounds of a sequence's weight: a straggler may count four times a newcomer, not more."""
 
-LEAST_S = 1e-6
-"""Decoding beside a prompt never takes less, whatever the difference of two predictions says."""
-
 LEAST_EXPECTED_TOKENS = 16.0
 """Remaining work assumed of a sequence that has only begun, so that weights do not explode."""
 
@@ -47,13 +44,8 @@ class Batch:
     room_B: Ints
     """Most draft tokens each sequence can still use: one token of a round is always the target's own."""
 
-    prefill_tokens: int
     tail: bool = False
     """Whether nothing waits, so that the sequence that ends last is what counts."""
-
-    sunk_s: float = 0.0
-    """Seconds the round's prompt rows take anyway. Decoding is judged by what it adds: otherwise a round
-    made long by a prompt would seem to make every extra draft cheap."""
 
     @property
     def size(self) -> int:
@@ -78,15 +70,8 @@ class Batch:
         return float(self.context_B.sum())
 
 
-def batch_of(
-    sequences: Sequence[SequenceLoad],
-    *,
-    prefill_tokens: int,
-    tail_weight: float,
-    tail: bool,
-    sunk_s: float = 0.0,
-) -> Batch:
-    """Return the arrays of a round.
+def batch_of(sequences: Sequence[SequenceLoad], *, tail_weight: float, tail: bool) -> Batch:
+    """Return the arrays of a round without prompt rows.
 
     In the tail (nothing waits) a token weighs more where more work is expected to remain. Response
     lengths have heavy tails, and for those the work left is about as long as the work done, up to the
@@ -108,9 +93,7 @@ def batch_of(
         context_B=context,
         worth_B=worth,
         room_B=np.maximum(remaining - 1, 0),
-        prefill_tokens=prefill_tokens,
         tail=tail,
-        sunk_s=sunk_s,
     )
 
 
@@ -127,7 +110,7 @@ class Allocation:
     """Unweighted tokens expected."""
 
     seconds: float
-    """Of the round, prompt rows left out."""
+    """Of the round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +158,7 @@ def allocate(
         taken_GN |= ~candidates.model_B[slots.sequence_N]  # a free position costs no pass, however deep
     seconds_GN = _seconds(batch, candidates, cost, slots, taken_GN)
     speed_GN = batch.speed((taken_GN * slots.worth_N).cumsum(1))
-    ratio_GN = speed_GN / np.maximum(seconds_GN, LEAST_S)
+    ratio_GN = speed_GN / seconds_GN
     best = int(ratio_GN.argmax())
     g, n = divmod(best, len(slots.worth_N))
     chosen = slots.sequence_N[: n + 1][taken_GN[g, : n + 1]]
@@ -196,7 +179,7 @@ def _seconds(
     """Return the seconds of the round after each slot, per longest draft."""
     drafted_GN = taken_GN.cumsum(1)
     context_GN = (taken_GN * batch.context_B[slots.sequence_N]).cumsum(1)
-    rows_GN = drafted_GN + (batch.size + batch.prefill_tokens)
+    rows_GN = drafted_GN + batch.size
     read = batch.read_tokens
     line, all_model = candidates.line, candidates.all_model
     costs_passes = bool(line.pass_s or line.row_s)
@@ -220,7 +203,7 @@ def _seconds(
     else:
         seconds_GN = cost.verify_curve_s(rows_GN, context_GN + read, sequences=batch.size, read_tokens=read)
     base_s, per_row_s = cost.other_line_s(speculates=True)
-    seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s - batch.sunk_s)
+    seconds_GN += rows_GN * per_row_s + (base_s + candidates.free_s)
     if costs_passes:
         passes_GN = np.maximum.accumulate(model_GN * slots.position_N, axis=1)
         seconds_GN += line.pass_s * passes_GN + line.row_s * modelled_GN
@@ -243,7 +226,7 @@ def allocate_uniform(
         passes, drafted = int(gamma_B.max(initial=0)), int(gamma_B.sum())
         if drafted == 0:
             continue
-        rows = batch.size + batch.prefill_tokens + drafted
+        rows = batch.size + drafted
         drafted_context = np.asarray([float((gamma_B * batch.context_B).sum())])
         verify_s = cost.reusing_curve_s(
             np.asarray([rows], dtype=np.intp),
@@ -254,12 +237,11 @@ def allocate_uniform(
             sequences=batch.size,
             read_tokens=read,
         )
-        seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s - batch.sunk_s
+        seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s
         seconds += candidates.line.pass_s * passes + candidates.line.row_s * drafted
         if candidates.switch_s_B is not None:
             seconds += float(candidates.switch_s_B.sum())
         kept_BP = candidates.survival_BP * (positions <= gamma_B[:, None])
-        seconds = max(seconds, LEAST_S)
         gains = np.where(kept_BP > 0.0, batch.worth(candidates.survival_BP), 0.0).sum()
         speed = float(batch.speed(gains))
         if best is None or speed / seconds > best.worth_per_s:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.allocate import LEAST_S, Allocation, Batch, allocate, allocate_uniform, batch_of
+from controller.allocate import Allocation, Batch, allocate, allocate_uniform, batch_of
 from controller.base import BaseController
 from controller.calibration import Calibration
-from controller.candidates import Candidates, mixed
+from controller.candidates import Candidates, mixed, positions_to
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
 from controller.explore import START_S, ExploreBudget, Pace
-from controller.keeping import NOTHING_INSTEAD, KeptPlan, PlanKeeper, keys_of
+from controller.keeping import NOTHING_INSTEAD, YOUNG_TOKENS, KeptPlan, PlanKeeper
 from controller.log import Record
 from controller.pipeline import allocate_lanes
 from controller.tracking import bucket_of
@@ -28,6 +28,9 @@ from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts
 
 LOOK_UP_S = 3e-5
 """What a look-up takes per sequence. A plan that copies needs one every round, outside what facts tell."""
+
+NOBODY = -1
+"""The key of no sequence: what is known of it is what is known of all."""
 
 TAIL_PATIENCE = 0.3
 """In the tail a slot is weighed against its share of the whole round, and the best round may be three
@@ -87,6 +90,9 @@ class AutoController(BaseController):
         """By bucket of the batch: the round in which plain decoding was last observed."""
         self._looks: Counter[str | int] = Counter()
         """Rounds observed, by drafter and by bucket of plain decoding."""
+        self._copies_may_pay = True
+        """Of the batch last planned for. While not, nobody looks for text to copy but for probes."""
+        self._copying = [d.name for d in traits.drafters if not self._model.runs_model(d.name)]
         self._switching = {d.name for d in traits.drafters if d.switch_tokens_per_sequence}
         """Drafters that must be caught up with a sequence."""
         self._last_drafter: dict[int, str] = {}
@@ -98,27 +104,58 @@ class AutoController(BaseController):
             runs_model=self._model.runs_model,
             usable=self._usable,
             look_due=self._look_due,
+            may_copy=self._may_copy,
             think_budget_frac=config.think_budget_frac,
         )
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
         self._last_ar_per_s = 0.0
-        self._plain: tuple[tuple[int, ...], RoundPlan] | None = None
-        """Plain decoding of these sequences, priced when the last plan was made or since."""
+        self._repeated: tuple[tuple[int, ...], RoundPlan] | None = None
+        """These sequences, and how they decoded when the last plan was repeated for them."""
 
     # Deciding.
 
     def wants_look_up(self, load: RoundLoad) -> bool:
-        """Whether a new plan may be due, or the last one is cut to what is ready."""
-        return self._keeper.wants_look_up(load, self._round + 1)
+        """Whether the last plan is cut to what is ready, or a new one may be due that could copy."""
+        if load.prefill_tokens or not self._keeper.wants_look_up(load, self._round + 1):
+            return False
+        return self._keeper.copies or self._may_copy(self._round + 1)
+
+    def _may_copy(self, round_: int) -> bool:
+        """Whether a plan made in a round should see what there is to copy."""
+        return self._copies_may_pay or any(round_ >= self._probe_round(d) for d in self._copying)
+
+    def _could_pay(self, drafter: str, load: RoundLoad) -> bool:
+        """Whether a drafter that runs no model would be no slower than plain decoding if all sequences had as
+        much to copy as they can use."""
+        batch, read = len(load.sequences), float(sum([s.context_tokens for s in load.sequences]))
+        gammas = positions_to(min(self._drafters[drafter].max_gamma, self._config.gammas[-1]))
+        context = np.asarray(read * (gammas + 1), dtype=np.float64)
+        verify_s = self._model.verify_curve_s(
+            batch * (gammas + 1), context, sequences=batch, read_tokens=read
+        )
+        base_s, per_row_s = self._model.other_line_s(speculates=True)
+        seconds = verify_s + (base_s + self._free_s(drafter, batch, batch)) + per_row_s * batch * (gammas + 1)
+        per_token_s = self._model.plain_s(batch, read_tokens=read) / batch
+        tokens = batch * (1.0 + self._acceptance.survival(drafter, (NOBODY,))[0, : len(gammas)].cumsum())
+        return bool((seconds <= tokens * per_token_s).any())
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
+        if load.prefill_tokens:
+            # Prompt rows fill the machine, so that a draft token costs as much as a token; and their round
+            # tells nothing that the next ones could be planned by.
+            return self._priced(load, {}, "beside a prompt")
         kept = self._keeper.still_good(load, self._round)
         if kept is not None:
             return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
-        return self._explore(view, plan, best_per_s)
+        found = self._explore(view, plan, best_per_s)
+        could_pay = self._keeper.copies or any(self._could_pay(d, load) for d in self._copying)
+        if could_pay and not self._copies_may_pay:
+            self._keeper.drop()  # to see what there is
+        self._copies_may_pay = could_pay
+        return found
 
     def _usable(self) -> tuple[str, ...]:
         """Return the drafters that plans may use now."""
@@ -126,7 +163,7 @@ class AutoController(BaseController):
 
     def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
         """Return the plan with the best tokens per second, that rate, and what it was made from."""
-        view, self._plain = self._view(load), None
+        view, self._repeated = self._view(load), None
         self._options = self._priced_options(view)
         self._last_ar, self._last_ar_per_s = (view.ar_s, float(view.batch.size)), view.ar_per_s
         best = max(self._options, key=lambda a: a.worth_per_s, default=None)
@@ -163,9 +200,9 @@ class AutoController(BaseController):
 
     def _repeat(self, load: RoundLoad, kept: KeptPlan) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
-        old, same = kept.plan.assignments, kept.keys == keys_of(load)
+        old, same = kept.plan.assignments, kept.keys == self._keeper.keys(load)
         if kept.copies and not self._keeper.copies_in(kept, self._round):
-            return self._plainly(load)
+            return self._priced_once(load, {}, "nothing to copy lately")
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
             a = old.get(s.key)
@@ -183,14 +220,17 @@ class AutoController(BaseController):
             assignments[s.key] = a
         if kept.copies:
             self._keeper.copied(self._round, anything=bool(assignments))
-        return kept.plan if same else self._priced(load, assignments, kept.plan.reason)
+        return kept.plan if same else self._priced_once(load, assignments, kept.plan.reason)
 
-    def _plainly(self, load: RoundLoad) -> RoundPlan:
-        """Return plain decoding while there is nothing to copy; priced once for the same sequences."""
-        keys = keys_of(load)
-        if self._plain is None or self._plain[0] != keys:
-            self._plain = (keys, self._priced(load, {}, "nothing to copy lately"))
-        return self._plain[1]
+    def _priced_once(self, load: RoundLoad, assignments: Mapping[int, Assignment], reason: str) -> RoundPlan:
+        """Return a plan with its predictions, those of the round before where it decoded alike."""
+        keys = self._keeper.keys(load)
+        if self._repeated is not None and self._repeated[0] == keys:
+            plan = self._repeated[1]
+            if plan.assignments == assignments and plan.reason == reason:
+                return plan
+        self._repeated = (keys, self._priced(load, assignments, reason))
+        return self._repeated[1]
 
     def policy_changed(self, version: int) -> None:
         """Hear that the policy is now ``version``."""
@@ -201,16 +241,16 @@ class AutoController(BaseController):
         sequences = load.sequences
         batch = batch_of(
             sequences,
-            prefill_tokens=load.prefill_tokens,
             tail_weight=self._config.tail_weight,
-            tail=load.waiting == 0 and load.prefill_tokens == 0,
-            sunk_s=self._model.prompt_s(load.prefill_tokens),
+            tail=load.waiting == 0,
         )
-        room = {name: self._caps(load, batch, name) for name in self._usable()}
-        rows, read = batch.size + load.prefill_tokens, batch.read_tokens
-        ar_s = self._model.plain_s(rows, sequences=batch.size, read_tokens=read)
-        ar_per_s = batch.size / max(ar_s - batch.sunk_s, LEAST_S)
-        row_s = self._model.least_row_s(rows=rows, read_tokens=read, context_tokens=read)
+        may_copy = self._keeper.copies or self._may_copy(self._round)
+        asked = [d for d in self._usable() if may_copy or d not in self._copying]
+        room = {name: self._caps(load, batch, name) for name in asked}
+        read = batch.read_tokens
+        ar_s = self._model.plain_s(batch.size, read_tokens=read)
+        ar_per_s = batch.size / ar_s
+        row_s = self._model.least_row_s(rows=batch.size, read_tokens=read, context_tokens=read)
         return _View(
             load=load,
             batch=batch,
@@ -269,12 +309,12 @@ class AutoController(BaseController):
 
     def _alone(self, view: _View, name: str) -> Candidates:
         batch, caps = view.batch, view.room_BD[name]
-        runs_model = self._model.runs_model(name)
+        runs_model, drafting = self._model.runs_model(name), int(np.count_nonzero(caps))
         line = NO_MODEL
         if runs_model:
             line = self._model.draft_line(
                 name,
-                sequences=int(np.count_nonzero(caps)),
+                sequences=drafting,
                 mean_context_tokens=batch.read_tokens / batch.size,
             )
         return Candidates(
@@ -285,7 +325,7 @@ class AutoController(BaseController):
             model_B=np.full(batch.size, runs_model),
             line=line,
             switch_s_B=self._switch_s(view, name, line),
-            free_s=0.0 if runs_model else self._free_s(name, batch.size, int(np.count_nonzero(caps))),
+            free_s=0.0 if runs_model else self._free_s(name, batch.size, drafting),
             reuse_frac=self._model.reuse_frac(name),
         )
 
@@ -302,12 +342,23 @@ class AutoController(BaseController):
         return np.asarray([0.0 if self._last_drafter.get(k) == name else share for k in view.batch.keys])
 
     def _assignments_of(self, view: _View, best: Allocation) -> dict[int, Assignment]:
+        """Return who drafts what: all of an allocation, but of a drafter little known no more than teaches
+        enough. Hope may be wrong, and a large batch would follow it at many times the cost of finding out."""
         drafters, gammas = best.candidates.drafter_B, best.gamma_B.tolist()
-        return {
+        assignments = {
             key: self._assignment(drafter, gamma)
             for key, drafter, gamma in zip(view.batch.keys, drafters, gammas, strict=True)
             if gamma > 0
         }
+        for name in set(drafters) if self._traits.gamma_per_sequence else ():
+            if self._keeper.little_known(name):
+                left = YOUNG_TOKENS
+                for key in [key for key, a in assignments.items() if a.drafter == name]:
+                    if left > 0.0:
+                        left -= assignments[key].gamma
+                    else:
+                        del assignments[key]
+        return assignments
 
     # Exploring.
 
@@ -327,7 +378,7 @@ class AutoController(BaseController):
         """Return a round of plain decoding in place of speculation; None when not due, or too dear."""
         if not plan.assignments or self._round < self._check_due(view):
             return None
-        loss_s = view.ar_s - view.batch.sunk_s - view.batch.size / best_per_s
+        loss_s = view.ar_s - view.batch.size / best_per_s
         if not self._budget.afford(loss_s, best_per_s):
             return None
         self._ar_seen_round[bucket_of(view.batch.size)] = self._round
@@ -376,7 +427,7 @@ class AutoController(BaseController):
             return None
         for name in sorted(due, key=lambda d: self._seen_round[d]):
             probe = self._probe_of(name, view, plan)
-            loss_s = probe.predicted_s - view.batch.sunk_s - probe.predicted_tokens / best_per_s
+            loss_s = probe.predicted_s - probe.predicted_tokens / best_per_s
             if self._budget.afford(loss_s, best_per_s):
                 self._seen_round[name] = self._round
                 return probe
@@ -428,7 +479,7 @@ class AutoController(BaseController):
             self._note_drafters(facts)
         if facts.batch:
             bucket = bucket_of(facts.batch)
-            if not speculated:
+            if not speculated and not facts.prefill_rows:
                 self._ar_seen_round[bucket] = self._round
                 self._looks[bucket] = 0 if surprised else self._looks[bucket] + 1
             if self._pace.disappoints(facts, bucket, speculated=speculated):
@@ -448,10 +499,7 @@ class AutoController(BaseController):
 
     def _settle(self, facts: RoundFacts, plan: RoundPlan) -> bool:
         """Account for an exploring round; return whether it was so fast that more looks are worth it."""
-        if facts.prefill_rows:
-            self._budget.let_go()  # its time was a prompt's as well
-        else:
-            self._budget.settle(facts.total_s, facts.decoded)
+        self._budget.settle(facts.total_s, facts.decoded)
         # Only speed is a surprise: a stall makes any round long, and nothing makes one short.
         surprised = facts.total_s < (1.0 - SURPRISE_FRAC) * plan.predicted_s
         if surprised:

@@ -86,8 +86,8 @@ class ControllerConfig:
 
     hope_errors: float = 1.5
     """Standard errors by which scarce evidence is read in favour of a drafter that runs a model; none are
-    left once the memory is full. Copies are tried for little by probes, and while one sequence gains by them
-    the others wait: no hope for those."""
+    left once the memory is full, and ``wavefront``, whose lanes have to fill first, starts without. Copies
+    are tried for little by probes, and while one sequence gains by them the others wait: no hope for them."""
 
     position_prior_tokens: float = 16.0
     """Draft tokens by which a position's acceptance leans on the drafter's mean over positions."""

@@ -284,20 +284,13 @@ class CostModel:
         bound = maths_s * self._rate.slowdown >= moved_s * self._bandwidth.slowdown
         return part.per_row_s + (part.row_s * self._rate.slowdown if bound else 0.0)
 
-    def plain_s(self, rows: int, *, sequences: int, read_tokens: float) -> float:
-        """Return seconds of a round in which every sequence decodes plainly, prompt rows included."""
+    def plain_s(self, sequences: int, *, read_tokens: float) -> float:
+        """Return seconds of a round in which every sequence decodes plainly."""
         verify_s = self.forward_s(
-            POLICY, rows=rows, sequences=sequences, read_tokens=read_tokens, context_tokens=read_tokens
+            POLICY, rows=sequences, sequences=sequences, read_tokens=read_tokens, context_tokens=read_tokens
         )
         base_s, per_row_s = self.other_line_s(speculates=False)
-        return verify_s + base_s + per_row_s * rows
-
-    def prompt_s(self, rows: int) -> float:
-        """Return what ``rows`` prompt rows alone add to a round, outside the forward too; 0 for none."""
-        if not rows:
-            return 0.0
-        forward_s = self.forward_s(POLICY, rows=rows, sequences=1, read_tokens=0.0, context_tokens=0.0)
-        return forward_s + self.other_line_s(speculates=False)[1] * rows
+        return verify_s + base_s + per_row_s * sequences
 
     def draft_line(self, drafter: str, *, sequences: int, mean_context_tokens: float) -> DraftLine:
         """Return the chord of a pass's cost between one row and ``sequences`` rows."""

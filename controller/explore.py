@@ -93,10 +93,6 @@ class ExploreBudget:
         if self._best_per_s:
             surprise_s = seconds - tokens / self._best_per_s - self._expected_loss_s
             self._charge(min(max(0.0, surprise_s), max(self._expected_loss_s, SURPRISE_SHARE * seconds)))
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Charge nothing beyond the prediction."""
         self._expected_loss_s = self._best_per_s = 0.0
 
     def _charge(self, seconds: float) -> None:

@@ -32,6 +32,10 @@ BATCH_CHANGE = 0.25
 """Relative change of the batch that is planned for at once: sequences fewer, more, or others. A batch that
 decodes plainly and only grew is no such change."""
 
+PLAIN_STANDS = 0.1
+"""Share of the usual time for which plain decoding stands whatever the batch does. Where sequences end round
+by round, a plan for each would take a tenth of the time or more."""
+
 MORE_READY = 1.25
 """Ratio of the tokens that ready drafts promise, now and when the plan was made, that counts as a change."""
 
@@ -39,8 +43,8 @@ MORE_READY_TOKENS = 0.5
 """Least difference of the two that does."""
 
 YOUNG_TOKENS = 40.0
-"""Evidence below which a drafter's plan is worked out every round: each round still teaches a lot. Half of it
-is there after a second."""
+"""Evidence below which a drafter's plan stands for one round: it was made of hope, and each round still
+teaches a lot. One of a large batch brings more than that, and shows the most."""
 
 YOUNG_COPIED_TOKENS = 12
 """Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
@@ -64,7 +68,6 @@ class KeptPlan:
 
     keys: tuple[int, ...]
     usable: tuple[str, ...]
-    prefill: bool
     patience_s: float
     """Time for which it stands, unless the batch changes or more is ready for free."""
 
@@ -81,10 +84,10 @@ class KeptPlan:
     """Its drafters that run a model."""
 
     young: tuple[str, ...]
-    """Of the others, those of which little was known."""
+    """Its drafters of which little was known."""
 
-    seen_tokens: int
-    """Draft tokens that had been seen of those."""
+    teach_tokens: int
+    """Draft tokens seen of those after which it is made anew."""
 
 
 class PlanKeeper:
@@ -97,14 +100,25 @@ class PlanKeeper:
         runs_model: Callable[[str], bool],
         usable: Callable[[], tuple[str, ...]],
         look_due: Callable[[KeptPlan, int], bool],
+        may_copy: Callable[[int], bool],
         think_budget_frac: float,
     ) -> None:
-        """``look_due`` says whether a look became due between a plan's making and a round."""
+        """``look_due`` says whether a look became due between a plan's making and a round; ``may_copy`` says
+        whether a plan made in a round sees what there is to copy."""
         self._acceptance, self._runs_model, self._usable = acceptance, runs_model, usable
-        self._look_due, self._patience_s = look_due, PLAN_S / think_budget_frac
+        self._look_due, self._may_copy = look_due, may_copy
+        self._patience_s = PLAN_S / think_budget_frac
         self._kept: KeptPlan | None = None
         self._since_plan_s = self._since_look_up_s = 0.0
         self._pause_rounds = self._copy_round = 0
+        self._last: tuple[RoundLoad | None, tuple[int, ...]] = (None, ())
+        """The load last asked about, and its sequences: rounds ask about one several times."""
+
+    def keys(self, load: RoundLoad) -> tuple[int, ...]:
+        """Return the sequences of a round, in order."""
+        if self._last[0] is not load:
+            self._last = (load, tuple([s.key for s in load.sequences]))
+        return self._last[1]
 
     def passed(self, seconds: float) -> None:
         """Hear that a round took so long."""
@@ -119,6 +133,11 @@ class PlanKeeper:
     def copies_in(self, kept: KeptPlan, round_: int) -> bool:
         """Whether the plan looks for text to copy in a round."""
         return kept.copies and (round_ >= self._copy_round or bool(kept.models))
+
+    @property
+    def copies(self) -> bool:
+        """Whether there is a plan that looks for text to copy."""
+        return self._kept is not None and self._kept.copies
 
     def drop(self) -> None:
         """Plan anew next round."""
@@ -137,21 +156,21 @@ class PlanKeeper:
         ``instead`` what was best without copying."""
         used = {a.drafter for a in plan.assignments.values()}
         models = tuple(sorted(filter(self._runs_model, used)))
-        young = tuple(sorted(d for d in used if d not in models and self._little_known(d)))
+        young = tuple(sorted(filter(self.little_known, used)))
+        teaches = 1 if any(d in models for d in young) else YOUNG_COPIED_TOKENS
         patience = 1.0 if plan.assignments else FAR_PATIENCE if gain < FAR_GAIN else PLAIN_PATIENCE
         self._kept = KeptPlan(
             plan=plan,
             round_=round_,
-            keys=keys_of(load),
+            keys=self.keys(load),
             usable=self._usable(),
-            prefill=load.prefill_tokens > 0,
             patience_s=self._patience_s * patience,
-            promised=self._promised(load),
+            promised=self._promised(load, round_),
             copies=len(models) < len(used),
             instead=instead,
             models=models,
             young=young,
-            seen_tokens=self._seen_tokens(young),
+            teach_tokens=self._seen_tokens(young) + teaches,
         )
         self._since_plan_s = self._since_look_up_s = 0.0
         self._pause_rounds = self._copy_round = 0
@@ -166,7 +185,7 @@ class PlanKeeper:
         kept = self._kept
         if kept is None or self._stands(kept, load, round_):
             return kept
-        if self._holds(kept, load, round_) and self._promises_alike(kept, load):
+        if self._holds(kept, load, round_) and self._promises_alike(kept, load, round_):
             self._since_look_up_s = 0.0
             return kept
         return None
@@ -183,13 +202,11 @@ class PlanKeeper:
 
     def _fits(self, kept: KeptPlan, load: RoundLoad) -> bool:
         """Whether it is for a round like this one, and little was learnt since."""
-        if kept.keys != (keys := keys_of(load)) and not self._fits_batch(kept, keys):
+        if kept.keys != (keys := self.keys(load)) and not self._fits_batch(kept, keys):
             return False
-        if kept.prefill != (load.prefill_tokens > 0) or kept.usable != self._usable():
+        if kept.usable != self._usable():
             return False
-        if any(map(self._little_known, kept.models)):
-            return False
-        return not kept.young or self._seen_tokens(kept.young) < kept.seen_tokens + YOUNG_COPIED_TOKENS
+        return not kept.young or self._seen_tokens(kept.young) < kept.teach_tokens
 
     def _fits_batch(self, kept: KeptPlan, keys: tuple[int, ...]) -> bool:
         """Whether it is for about this batch.
@@ -198,7 +215,7 @@ class PlanKeeper:
         """
         planned_for, strangers = len(kept.keys), len(set(keys).difference(kept.keys))
         gone = planned_for + strangers - len(keys)
-        if planned_for > 0 and gone == 0 and not kept.plan.assignments:
+        if not kept.plan.assignments and (gone == 0 or self._since_plan_s < PLAIN_STANDS * self._patience_s):
             return True
         return max(strangers, gone) <= BATCH_CHANGE * planned_for
 
@@ -206,30 +223,28 @@ class PlanKeeper:
         """Whether thinking again would hardly show anything new, all that is ready being the same."""
         return (
             self._since_plan_s < UNCHANGED_PATIENCE * kept.patience_s
-            and kept.keys == keys_of(load)
+            and kept.keys == self.keys(load)
             and self._fits(kept, load)
             and not self._look_due(kept, round_)
         )
 
-    def _promises_alike(self, kept: KeptPlan, load: RoundLoad) -> bool:
+    def _promises_alike(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
         """Whether what is ready now promises about as much as when the plan was made."""
-        promised = self._promised(load)
+        promised = self._promised(load, round_)
         if promised > MORE_READY * kept.promised + MORE_READY_TOKENS:
             return False
         # Less of what the plan does not use changes nothing.
         return not kept.copies or kept.promised <= MORE_READY * promised + MORE_READY_TOKENS
 
-    def _promised(self, load: RoundLoad) -> float:
+    def _promised(self, load: RoundLoad, round_: int) -> float:
+        if not (self.copies or self._may_copy(round_)):
+            return 0.0
         expected = self._acceptance.expected_accepted
         return sum([expected(d, n) for s in load.sequences for d, n in s.history_match_tokens.items() if n])
 
-    def _little_known(self, drafter: str) -> bool:
+    def little_known(self, drafter: str) -> bool:
+        """Whether what is known of a drafter's acceptance is little more than hope."""
         return self._acceptance.evidence_tokens(drafter) < YOUNG_TOKENS
 
     def _seen_tokens(self, drafters: tuple[str, ...]) -> int:
         return sum(map(self._acceptance.seen_tokens, drafters))
-
-
-def keys_of(load: RoundLoad) -> tuple[int, ...]:
-    """Return the sequences of a round, in order."""
-    return tuple([s.key for s in load.sequences])

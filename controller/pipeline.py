@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.allocate import LEAST_S, Allocation, Batch
+from controller.allocate import Allocation, Batch
 from controller.candidates import Candidates
 from controller.cost import CostModel
 from controller.types import POLICY, PartShape
@@ -66,7 +66,7 @@ def pipelines_of(shapes: Mapping[str, PartShape]) -> dict[str, Pipeline]:
 def allocate_lanes(batch: Batch, candidates: Candidates, cost: CostModel, pipeline: Pipeline) -> Allocation:
     """Return the round in which every sequence that can travels in lanes, priced as it will go on.
 
-    Sequences with room for no draft decode plainly beside them, and so do prompt rows.
+    Sequences with room for no draft decode plainly beside them.
     """
     in_lanes_B = candidates.cap_B > 0
     in_lanes = int(np.count_nonzero(in_lanes_B))
@@ -74,7 +74,7 @@ def allocate_lanes(batch: Batch, candidates: Candidates, cost: CostModel, pipeli
     alpha_B = candidates.survival_BP[:, 0]
     # A round that has it all to itself ends with the first sequence that is over.
     over_passes = ((batch.room_B + 1.0) * pipeline.passes_per_token(alpha_B))[in_lanes_B].min()
-    most = pipeline.shape.passes_of(in_lanes, alone=plain + batch.prefill_tokens == 0)
+    most = pipeline.shape.passes_of(in_lanes, alone=plain == 0)
     passes = max(float(pipeline.loops), min(float(most), float(over_passes)))
     tokens_B: Floats = np.where(
         in_lanes_B, np.minimum(passes / pipeline.passes_per_token(alpha_B), batch.room_B + 1.0), 1.0
@@ -86,13 +86,11 @@ def allocate_lanes(batch: Batch, candidates: Candidates, cost: CostModel, pipeli
         read_tokens=float(batch.context_B[in_lanes_B].sum()),
         passes=passes,
     )
-    rows, read = plain + batch.prefill_tokens, float(batch.context_B[~in_lanes_B].sum())
-    if rows:
-        seconds += cost.forward_s(
-            POLICY, rows=rows, sequences=max(1, plain), read_tokens=read, context_tokens=read
-        )
+    if plain:
+        read = float(batch.context_B[~in_lanes_B].sum())
+        seconds += cost.forward_s(POLICY, rows=plain, sequences=plain, read_tokens=read, context_tokens=read)
     base_s, per_row_s = cost.other_line_s(speculates=True)
-    seconds = max(LEAST_S, seconds + base_s + per_row_s * rows - batch.sunk_s)
+    seconds += base_s + per_row_s * plain
     gains_B = np.log(tokens_B) if batch.tail else tokens_B - 1.0
     speed = float(batch.speed(np.asarray((gains_B * batch.worth_B).sum())))
     return Allocation(

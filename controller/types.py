@@ -280,8 +280,8 @@ class RoundFacts:
 
     @property
     def speculated(self) -> bool:
-        """Whether any sequence decoded otherwise than plainly."""
-        return any(o.drafter != AR for o in self.outcomes)
+        """Whether any sequence decoded otherwise than plainly: some drafter then spent something."""
+        return bool(self.drafts) and any(o.drafter != AR for o in self.outcomes)
 
     @property
     def decoded(self) -> int:

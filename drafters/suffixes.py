@@ -5,11 +5,12 @@ into the prompt, but only the runs that end after it are indexed under the sampl
 
 The index maps every run of ``min_match`` tokens to the place it stood last, and each place to the one
 before it, so indexing a token costs the same whatever the length of the text, and a search walks a
-bounded chain of places, newest first, keeping the longest agreement.
+bounded chain of places, newest first, keeping the longest agreement. Text is indexed when it is searched:
+where nobody looks for copies, it is only kept.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 CHAIN_PLACES = 64
@@ -53,7 +54,8 @@ class PromptTexts:
         """By hash of a run; places are compared token by token, so a collision only costs time."""
         self._running: dict[int, _Text] = {}
         self._finished: list[_Text] = []
-        self._index(self._prompt)
+        self._grown = [self._prompt]
+        """Texts with tokens that are not indexed yet, oldest growth first."""
 
     @property
     def running(self) -> int:
@@ -76,7 +78,7 @@ class PromptTexts:
         if len(tokens) > known:
             text.tokens.extend(tokens[known:])
             text.policy_version = policy_version
-            self._index(text)
+            self._grown.append(text)
 
     def finish(self, key: int) -> None:
         """Keep the text of ``key`` as a finished rollout; the oldest beyond the limit is dropped."""
@@ -90,6 +92,9 @@ class PromptTexts:
 
     def continuation(self, key: int, most: int) -> list[int]:
         """Return up to ``most`` tokens that followed the longest match of its suffix, the newest of those."""
+        for text in self._grown:
+            self._index(text)
+        self._grown.clear()
         own = self._running[key]
         found = self._longest_match(own)
         if found is None:
@@ -108,13 +113,19 @@ class PromptTexts:
             return None
         best: tuple[_Text, int] | None = None
         best_length = self._min_match - 1
-        place = self._newest.get(self._run_hash(tokens, len(tokens)), _NOWHERE)
+        (suffix,) = self._runs(tokens, len(tokens), len(tokens) + 1)
+        place = self._newest.get(suffix, _NOWHERE)
         for _ in range(CHAIN_PLACES):
             if place == _NOWHERE:
                 break
             number, end = divmod(place, _TEXT_STRIDE)
             text = self._texts[number]
-            if text.usable and end < len(text.tokens):
+            # One token tells of most places that they agree no further than the best.
+            if (
+                text.usable
+                and best_length < end < len(text.tokens)
+                and text.tokens[end - 1 - best_length] == tokens[-1 - best_length]
+            ):
                 length = _agreement(text.tokens, end, tokens, self._max_match)
                 if length > best_length:
                     best, best_length = (text, end), length
@@ -123,17 +134,22 @@ class PromptTexts:
             place = text.links[end - text.first_end]
         return best
 
-    def _run_hash(self, tokens: "array[int]", end: int) -> int:
-        return hash(tokens[end - self._min_match : end].tobytes())
+    def _runs(self, tokens: "array[int]", first_end: int, stop: int) -> Iterator[int]:
+        """Return the hashes of the runs that end after ``first_end`` tokens, and so on to before ``stop``."""
+        starts = range(first_end - self._min_match, first_end)
+        return map(hash, zip(*[tokens[at : at + stop - first_end] for at in starts], strict=True))
 
     def _index(self, text: _Text) -> None:
         """Index every run of ``text`` that is not indexed yet."""
+        first_end = text.first_end + len(text.links)
         # A sample's last prompt token ends its first run: what follows differs from sample to sample.
         stop = len(text.tokens) + (text is not self._prompt)
-        for end in range(text.first_end + len(text.links), stop):
-            run = self._run_hash(text.tokens, end)
-            text.links.append(self._newest.get(run, _NOWHERE))
-            self._newest[run] = text.number * _TEXT_STRIDE + end
+        if first_end >= stop or not text.usable:
+            return
+        newest, number = self._newest, text.number * _TEXT_STRIDE
+        for end, run in enumerate(self._runs(text.tokens, first_end, stop), first_end):
+            text.links.append(newest.get(run, _NOWHERE))
+            newest[run] = number + end
 
     def _discard(self, text: _Text) -> None:
         """Stop using ``text``. Chains still lead through it, so it is only freed by compaction."""
@@ -144,11 +160,10 @@ class PromptTexts:
 
     def _compact(self, usable: list[_Text]) -> None:
         """Index the usable texts afresh, oldest first; newest now means of the text that began last."""
-        self._texts, self._newest = usable, {}
+        self._texts, self._newest, self._grown = usable, {}, list(usable)
         for number, text in enumerate(usable):
             text.number = number
             text.links = array("q")
-            self._index(text)
 
 
 def _agreement(text: "array[int]", end: int, tokens: "array[int]", most: int) -> int:

@@ -43,7 +43,7 @@ def candidates(batch: Batch, survival: np.ndarray, *, cap: int, cost: CostModel)
 
 
 def batch(size: int, **load: int) -> Batch:
-    return batch_of(load_of(size, **load).sequences, prefill_tokens=0, tail_weight=0.0, tail=False)
+    return batch_of(load_of(size, **load).sequences, tail_weight=0.0, tail=False)
 
 
 def brute_force(b: Batch, c: Candidates, cost: CostModel, deepest: int) -> float:
@@ -86,7 +86,7 @@ def test_gammas_stay_within_caps_and_the_longest_allowed() -> None:
         SequenceLoad(key=i, context_tokens=300, generated_tokens=9, remaining_tokens=left)
         for i, left in enumerate((1, 2, 4, 100))
     )
-    b = batch_of(sequences, prefill_tokens=0, tail_weight=0.0, tail=False)
+    b = batch_of(sequences, tail_weight=0.0, tail=False)
     found = allocate(
         b, candidates(b, np.full((4, 8), 0.99), cap=6, cost=cost), cost, longest=(1, 2, 3, 4), least_worth=0.0
     )
@@ -144,10 +144,10 @@ def test_in_the_tail_a_token_of_the_longest_is_worth_more_and_worths_average_one
         SequenceLoad(key=i, context_tokens=300, generated_tokens=done, remaining_tokens=900)
         for i, done in enumerate((60, 100, 140))
     )
-    tail = batch_of(sequences, prefill_tokens=0, tail_weight=1.0, tail=True)
+    tail = batch_of(sequences, tail_weight=1.0, tail=True)
     assert tail.worth_B[0] < tail.worth_B[1] < tail.worth_B[2]
     assert tail.worth_B.mean() == pytest.approx(1.0)
-    assert (batch_of(sequences, prefill_tokens=0, tail_weight=1.0, tail=False).worth_B == 1.0).all()
+    assert (batch_of(sequences, tail_weight=1.0, tail=False).worth_B == 1.0).all()
 
 
 def test_work_that_the_limit_forbids_is_not_expected() -> None:
@@ -155,5 +155,5 @@ def test_work_that_the_limit_forbids_is_not_expected() -> None:
         SequenceLoad(key=i, context_tokens=300, generated_tokens=500, remaining_tokens=left)
         for i, left in enumerate((3, 500))
     )
-    worth = batch_of(sequences, prefill_tokens=0, tail_weight=1.0, tail=True).worth_B
+    worth = batch_of(sequences, tail_weight=1.0, tail=True).worth_B
     assert worth[0] < worth[1]

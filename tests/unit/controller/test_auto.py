@@ -7,7 +7,7 @@ import pytest
 from controller.auto import AutoController, _View
 from controller.config import ControllerConfig
 from controller.decide import build_controller
-from controller.keeping import FAR_PATIENCE, LONGEST_PAUSE_ROUNDS, PLAN_S
+from controller.keeping import FAR_PATIENCE, LONGEST_PAUSE_ROUNDS, PLAN_S, YOUNG_TOKENS
 from controller.testing import (
     BOTH,
     HISTORY_ONLY,
@@ -512,3 +512,51 @@ def test_auto_without_a_calibration_or_a_shape_is_refused() -> None:
     machine = SimulatedMachine(shapes=W4_ONLY)
     with pytest.raises(ValueError, match="history"):
         build_controller(ControllerConfig(), traits_of(BOTH), W4_ONLY, machine.calibration())
+
+
+def test_beside_a_prompt_nobody_drafts_and_the_plan_of_before_stands_after_it() -> None:
+    machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.9), stall_chance=0.0)
+    controller = CountingController(ControllerConfig(), traits_of(W4_ONLY), W4_ONLY, machine.calibration())
+    learn(machine, controller, batch=2, rounds=200)
+    controller._keeper.drop()
+    load = load_of(2, round_index=200)
+    before = controller.decide(load, now_s=0.0)
+    controller.observe(machine.run(load, before))
+    thoughts = controller.thoughts
+    beside = replace(load_of(2, round_index=201), prefill_tokens=64)
+    assert not controller.wants_look_up(beside)
+    assert controller.decide(beside, now_s=0.0).assignments == {}
+    after = controller.decide(load_of(2, round_index=202), now_s=0.0)
+    assert after.assignments
+    assert controller.thoughts == thoughts
+
+
+@pytest.mark.parametrize("batch", [2, 32])
+def test_a_drafter_little_known_is_tried_on_no_more_than_teaches_enough(batch: int) -> None:
+    # On this machine rows cost next to nothing, so that drafting pays at any batch.
+    cheap = {"flops_per_row": 1e5, "flops_per_context_token": 1.0, "kv_bytes_per_token": 1}
+    shapes = {name: replace(shape, **cheap) for name, shape in W4_ONLY.items()}
+    machine = SimulatedMachine(shapes=shapes, hazard=constant(0.9), stall_chance=0.0, other_s_per_row=1e-7)
+    controller = auto(machine)
+    load = load_of(batch)
+    first = controller.decide(load, now_s=0.0)
+    assert 0 < sum(a.gamma for a in first.assignments.values()) < YOUNG_TOKENS + 8
+    assert (len(first.assignments) == batch) == (batch == 2)
+    controller.observe(machine.run(load, first))
+    learn(machine, controller, batch, 20)
+    assert len(controller.decide(load_of(batch, round_index=20), now_s=0.0).assignments) == batch
+
+
+def test_where_copying_cannot_pay_it_is_looked_for_only_to_be_probed() -> None:
+    machine = SimulatedMachine(shapes=HISTORY_ONLY, hazard=constant(0.02), stall_chance=0.0)
+    controller = auto(machine)
+    looks = []
+    for r in range(600):
+        load = load_of(64, round_index=r)
+        wants = controller.wants_look_up(load)
+        load = load_of(64, round_index=r, ready={"history": 4}) if wants else load
+        controller.observe(machine.run(load, controller.decide(load, now_s=0.01 * r)))
+        looks += [r] if wants else []
+    assert looks[0] == 0
+    assert len(looks) <= 600 // 16
+    assert not controller._copies_may_pay

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from controller.calibration import Calibration, OtherFit, PartFit
+from controller.calibration import Calibration, PartFit
 from controller.config import ControllerConfig
 from controller.cost import CostModel
 from controller.testing import HISTORY, SMALL_COSTS, SMALL_POLICY, SMALL_W4, SimulatedMachine, load_of
@@ -267,13 +267,3 @@ def test_steps_of_the_policy_over_rows_are_those_the_calibration_measured() -> N
         assert float(curve[0]) == pytest.approx(policy_s(stepped, rows, rows))
     few = CostModel(SHAPES, replace(fitted, timings=timings[:3]), ControllerConfig())
     assert policy_s(few, 4, 4) == policy_s(plain, 4, 4)
-
-
-def test_what_decoding_beside_a_prompt_adds_is_what_its_own_rows_cost() -> None:
-    # 0.3 ms a row outside the forward: a prompt's 512 rows of it are not decoding's to answer for.
-    model = CostModel(
-        SHAPES, replace(exact_calibration(), other=OtherFit(base_s=1e-4, s_per_row=3e-4)), ControllerConfig()
-    )
-    many, few = (model.plain_s(512 + n, sequences=8, read_tokens=800.0) for n in (16, 8))
-    added_s = model.plain_s(520, sequences=8, read_tokens=800.0) - model.prompt_s(512)
-    assert added_s <= 2.0 * (many - few) + 1e-3

@@ -69,7 +69,6 @@ def test_what_is_there_at_once_is_the_share_of_the_start() -> None:
     budget = ExploreBudget(0.01, start_s=0.5)
     assert not budget.afford(0.006, 100.0)
     assert budget.afford(0.004, 100.0)
-    budget.let_go()
     assert not budget.afford(0.004, 100.0)
     budget.earn(0.5)
     assert budget.afford(0.004, 100.0)

@@ -105,9 +105,9 @@ def test_tokens_and_lanes_are_those_of_lanes_played_through(depth: int, loops: i
 @pytest.mark.parametrize("alpha", [0.5, 0.8, 0.95])
 def test_where_bytes_bound_the_gain_is_the_published_law(alpha: float) -> None:
     cost = CostModel(SHAPES, calibration(flops_per_s=1e14), ControllerConfig())
-    batch = batch_of(load_of(1).sequences, prefill_tokens=0, tail_weight=0.0, tail=True)
+    batch = batch_of(load_of(1).sequences, tail_weight=0.0, tail=True)
     found = allocate_lanes(batch, candidates_of(1, alpha), cost, PIPELINE)
-    plain_per_s = 1.0 / cost.plain_s(1, sequences=1, read_tokens=batch.read_tokens)
+    plain_per_s = 1.0 / cost.plain_s(1, read_tokens=batch.read_tokens)
     law = LOOPS / (alpha + (1.0 - alpha) * LOOPS)
     assert found.worth_per_s / plain_per_s == pytest.approx(law, rel=0.05)
 
@@ -129,7 +129,7 @@ def test_longer_rounds_bring_their_tokens_and_spare_what_a_round_costs_beside_th
     config, found = ControllerConfig(), {}
     for name, shapes in (("short", SHAPES), ("long", LONG)):
         cost, pipeline = CostModel(shapes, fit, config), pipelines_of(shapes)["wavefront"]
-        batch = batch_of(load_of(1).sequences, prefill_tokens=0, tail_weight=0.0, tail=True)
+        batch = batch_of(load_of(1).sequences, tail_weight=0.0, tail=True)
         found[name] = allocate_lanes(batch, candidates_of(1, 0.8), cost, pipeline)
     short, long = found["short"], found["long"]
     assert long.tokens == pytest.approx(8 * short.tokens)
@@ -142,7 +142,7 @@ def test_a_round_that_ends_with_its_sequence_is_priced_to_its_end_alone() -> Non
     near = [replace(s, remaining_tokens=5) for s in load_of(1).sequences]
     found = {}
     for name, sequences in (("near", near), ("far", load_of(1).sequences)):
-        batch = batch_of(sequences, prefill_tokens=0, tail_weight=0.0, tail=True)
+        batch = batch_of(sequences, tail_weight=0.0, tail=True)
         found[name] = allocate_lanes(batch, candidates_of(1, 0.8), cost, pipeline["wavefront"])
     assert found["near"].tokens == pytest.approx(5.0)
     assert found["near"].worth_per_s == pytest.approx(found["far"].worth_per_s, rel=0.05)
@@ -150,9 +150,9 @@ def test_a_round_that_ends_with_its_sequence_is_priced_to_its_end_alone() -> Non
 
 def test_where_arithmetic_bounds_lanes_cost_more_than_they_bring() -> None:
     cost = CostModel(SHAPES, calibration(flops_per_s=1e9), ControllerConfig())
-    batch = batch_of(load_of(16).sequences, prefill_tokens=0, tail_weight=0.0, tail=True)
+    batch = batch_of(load_of(16).sequences, tail_weight=0.0, tail=True)
     found = allocate_lanes(batch, candidates_of(16, 0.9), cost, PIPELINE)
-    assert found.worth_per_s < 16 / cost.plain_s(16, sequences=16, read_tokens=batch.read_tokens)
+    assert found.worth_per_s < 16 / cost.plain_s(16, read_tokens=batch.read_tokens)
 
 
 def test_a_plan_and_its_round_are_priced_alike_and_plain_sequences_apart() -> None:

@@ -154,7 +154,7 @@ def test_a_round_is_priced_as_the_machine_behaves(asked: list[tuple[int, int]], 
 def test_what_a_plan_is_chosen_by_is_what_its_round_is_predicted_to_take(per_sequence: bool) -> None:
     model, load = model_of(machine_of()), load_of(8, context_tokens=300)
     name, read = shallow(2), 8 * 300.0
-    batch = batch_of(load.sequences, prefill_tokens=0, tail_weight=0.0, tail=False)
+    batch = batch_of(load.sequences, tail_weight=0.0, tail=False)
     candidates = Candidates(
         label=name,
         drafter_B=(name,) * 8,
@@ -268,7 +268,7 @@ def test_a_plan_that_mixes_reused_drafts_with_copies_is_priced_as_its_round() ->
         line=model.draft_line(name, sequences=3, mean_context_tokens=300.0),
         reuse_frac=model.reuse_frac(name),
     )
-    batch = batch_of(load.sequences, prefill_tokens=0, tail_weight=0.0, tail=False)
+    batch = batch_of(load.sequences, tail_weight=0.0, tail=False)
     found = allocate(batch, candidates, model, longest=(3,), least_worth=0.0)
     assert found is not None
     assert found.gamma_B.min() > 0
