@@ -193,6 +193,7 @@ def test_the_search_for_machine_paths_finds_one(text: str) -> None:
     assert not MACHINE_PATH.search("a share/tmp/x or $HOME/tmp/y")
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_or_names_the_extra_it_needs() -> None:
     optional = {"trackio", "tensorboard", "pyarrow", "trl", "datasets", "vllm", "bitsandbytes", "flash_attn"}
     wanting = {}

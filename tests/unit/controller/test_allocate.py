@@ -67,6 +67,7 @@ def brute_force(b: Batch, c: Candidates, cost: CostModel, deepest: int) -> float
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_greedy_is_within_half_a_percent_of_every_combination(seed: int) -> None:
     rng, cost = np.random.default_rng(seed), cost_model()

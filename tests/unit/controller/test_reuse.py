@@ -239,6 +239,7 @@ def test_lanes_stand_beside_a_reused_forward_and_neither_takes_the_blame_for_the
 # ---- choosing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("acceptance", "least_of_best"),
     [((0.9, 0.93, 0.95), 0.93), ((0.3, 0.9, 0.95), 0.93), ((0.05, 0.1, 0.2), 0.95)],

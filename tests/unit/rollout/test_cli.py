@@ -52,6 +52,7 @@ def test_every_command_explains_itself_without_torch() -> None:
             assert line in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_of_the_help_is_understood(command: str) -> None:
     for example in COMMANDS[command].examples:

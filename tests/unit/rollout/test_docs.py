@@ -64,6 +64,7 @@ def check_taildraft(words: list[str]) -> None:
     check_trainer(compose_job(command, settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_every_command_of_a_document_is_understood(document: Path) -> None:
     for line in commands_of(document):

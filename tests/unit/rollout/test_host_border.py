@@ -28,6 +28,7 @@ def test_weights_arrive_bit_for_bit_and_uncopied(dtype):
     assert arrived["a"].data_ptr() == state["a"].data_ptr()
 
 
+@pytest.mark.slow
 def test_the_service_and_a_host_that_waits_load_no_torch():
     code = (
         "import sys, rollout.service.service, rollout.service.host, rollout.testing_engine;"

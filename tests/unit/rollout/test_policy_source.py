@@ -184,6 +184,7 @@ def without_package_index(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
 
 
+@pytest.mark.slow
 def test_no_package_to_be_had_is_a_clear_error_and_leaves_nothing_half_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def _alone(request: Request) -> Completion:
     return run_engine(tiny_engine(tiny_policy(), compiled=True), [request], ar_plan)[request.key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minimum", range(13))
 def test_a_string_completed_before_min_tokens_neither_stops_nor_cuts_drafted_or_resumed(minimum: int) -> None:
     free = _alone(REQUEST)

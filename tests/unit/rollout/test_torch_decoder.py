@@ -78,6 +78,7 @@ def hf_model(policy: TinyPolicy, *, accurate_norms: bool) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_float64_logits_agree_with_transformers_whole_chunked_and_one_by_one(

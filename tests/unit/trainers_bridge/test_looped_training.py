@@ -158,6 +158,7 @@ def test_an_answer_counts_when_the_reply_ends_with_it(monkeypatch: pytest.Monkey
     assert right_answers(new_policy(TINY), given, loops=1) == [True, False, False]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_folder_whose_record_names_its_weights(tmp_path: Path) -> None:
     out, work = tmp_path / "policy", tmp_path / "work"
     common = {"out": out, "work": work, "exercises": 2, "command": "train"}
