@@ -6,7 +6,6 @@ sequence draft while speculation is off, checks decode plainly while it is on.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from controller.cost import CostModel, DraftLine
 from controller.explore import START_S, ExploreBudget, Pace
 from controller.keeping import NOTHING_INSTEAD, YOUNG_TOKENS, KeptPlan, PlanKeeper
 from controller.log import Record
+from controller.looks import LookTimes
 from controller.pipeline import allocate_lanes
 from controller.tracking import bucket_of
 from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
@@ -36,14 +36,8 @@ TAIL_PATIENCE = 0.3
 """In the tail a slot is weighed against its share of the whole round, and the best round may be three
 times as long as plain decoding's: so much cheaper may a slot be and still pay."""
 
-EARLY_LOOKS = 4
-"""Looks at a drafter, or at plain decoding of a batch, that come early."""
-
 SURPRISE_FRAC = 0.07
 """A look that took so much less than predicted is followed by early ones, and by a new plan at once."""
-
-EARLY_SHARE = 4
-"""How many times shorter the wait for an early look is."""
 
 Ints = NDArray[np.intp]
 NO_MODEL = DraftLine(pass_s=0.0, row_s=0.0)
@@ -84,12 +78,11 @@ class AutoController(BaseController):
         self._model: CostModel = self._cost
         self._on = False
         self._round = 0
-        self._seen_round: dict[str, int] = dict.fromkeys(self._drafters, 0)
-        """Round in which each drafter was last observed or probed."""
-        self._ar_seen_round: dict[int, int] = {}
-        """By bucket of the batch: the round in which plain decoding was last observed."""
-        self._looks: Counter[str | int] = Counter()
-        """Rounds observed, by drafter and by bucket of plain decoding."""
+        self._looks = LookTimes(
+            self._drafters,
+            probe_rounds=config.probe_interval_rounds,
+            check_rounds=config.check_interval_rounds,
+        )
         self._copies_may_pay = True
         """Of the batch last planned for. While not, nobody looks for text to copy but for probes."""
         self._copying = [d.name for d in traits.drafters if not self._model.runs_model(d.name)]
@@ -123,7 +116,7 @@ class AutoController(BaseController):
 
     def _may_copy(self, round_: int) -> bool:
         """Whether a plan made in a round should see what there is to copy."""
-        return self._copies_may_pay or any(round_ >= self._probe_round(d) for d in self._copying)
+        return self._copies_may_pay or any(round_ >= self._looks.probe_round(d) for d in self._copying)
 
     def _could_pay(self, drafter: str, load: RoundLoad) -> bool:
         """Whether a drafter that runs no model would be no slower than plain decoding if all sequences had as
@@ -381,55 +374,44 @@ class AutoController(BaseController):
         loss_s = view.ar_s - view.batch.size / best_per_s
         if not self._budget.afford(loss_s, best_per_s):
             return None
-        self._ar_seen_round[bucket_of(view.batch.size)] = self._round
+        self._looks.looked(bucket_of(view.batch.size), self._round)
         return self._priced(view.load, {}, "check of plain decoding", probe=True)
 
     def _check_due(self, view: _View) -> int:
         """Return the round in which plain decoding of this batch is to be looked at again."""
         bucket = bucket_of(view.batch.size)
-        return self._check_round(bucket, self._ar_seen_round.setdefault(bucket, self._round))
+        self._looks.begin(bucket, self._round)
+        return self._looks.check_round(bucket, self._round)
 
     def _probe_due(self, view: _View, plan: RoundPlan) -> int:
         """Return the round in which the first drafter that ``plan`` leaves out is to be looked at again."""
         used = {a.drafter for a in plan.assignments.values()}
-        rounds = [self._probe_round(name) for name in view.room_BD if name not in used]
+        rounds = [self._looks.probe_round(name) for name in view.room_BD if name not in used]
         return min(rounds, default=sys.maxsize)
-
-    def _check_round(self, bucket: int, seen: int) -> int:
-        """Return the round in which plain decoding is to be looked at again."""
-        return seen + self._interval(bucket, self._config.check_interval_rounds)
-
-    def _probe_round(self, drafter: str) -> int:
-        """Return the round in which a drafter is to be looked at again."""
-        return self._seen_round[drafter] + self._interval(drafter, self._config.probe_interval_rounds)
 
     def _look_due(self, kept: KeptPlan, round_: int) -> bool:
         """Whether a look became due since the last plan; one due before that could not be had then."""
         looks: list[int] = []
         if kept.plan.assignments:
             bucket = bucket_of(len(kept.keys))
-            looks.append(self._check_round(bucket, self._ar_seen_round.get(bucket, self._round)))
+            looks.append(self._looks.check_round(bucket, self._round))
         if self._traits.gamma_per_sequence or not kept.plan.assignments:
-            looks += [self._probe_round(name) for name in kept.usable]
+            looks += [self._looks.probe_round(name) for name in kept.usable]
         return any(kept.round_ < due <= round_ for due in looks)
-
-    def _interval(self, what: str | int, rounds: int) -> int:
-        """Return the rounds between looks at a drafter or a bucket: shorter for the first few."""
-        return rounds if self._looks[what] >= EARLY_LOOKS else max(1, rounds // EARLY_SHARE)
 
     def _probe(self, view: _View, plan: RoundPlan, best_per_s: float) -> RoundPlan | None:
         """Return ``plan`` with one sequence moved to a drafter that is due, unseen for longest first.
 
         None when none is due, or none that is can be afforded.
         """
-        due = [name for name in view.room_BD if self._round >= self._probe_round(name)]
+        due = [name for name in view.room_BD if self._round >= self._looks.probe_round(name)]
         if not due or not (self._traits.gamma_per_sequence or not plan.assignments):
             return None
-        for name in sorted(due, key=lambda d: self._seen_round[d]):
+        for name in sorted(due, key=self._looks.last_seen):
             probe = self._probe_of(name, view, plan)
             loss_s = probe.predicted_s - probe.predicted_tokens / best_per_s
             if self._budget.afford(loss_s, best_per_s):
-                self._seen_round[name] = self._round
+                self._looks.looked(name, self._round)
                 return probe
         return None
 
@@ -472,18 +454,15 @@ class AutoController(BaseController):
         surprised = plan is not None and plan.probe and self._settle(facts, plan)
         speculated = facts.speculated
         for drafter in {o.drafter for o in facts.outcomes if o.gamma > 0} if speculated else ():
-            self._looks[drafter] = 0 if surprised else self._looks[drafter] + 1
-            if drafter in self._seen_round:
-                self._seen_round[drafter] = self._round
+            self._looks.observed(drafter, self._round, surprised=surprised)
         if self._switching or self._last_drafter:
             self._note_drafters(facts)
         if facts.batch:
             bucket = bucket_of(facts.batch)
             if not speculated and not facts.prefill_rows:
-                self._ar_seen_round[bucket] = self._round
-                self._looks[bucket] = 0 if surprised else self._looks[bucket] + 1
+                self._looks.observed(bucket, self._round, surprised=surprised)
             if self._pace.disappoints(facts, bucket, speculated=speculated):
-                self._ar_seen_round[bucket] = self._round - self._config.check_interval_rounds
+                self._looks.demand(bucket, self._round)
                 self._keeper.drop()
 
     def _note_drafters(self, facts: RoundFacts) -> None:

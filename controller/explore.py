@@ -1,4 +1,4 @@
-"""When to look around, and what it may cost: a share of time, earned by running and spent by looking."""
+"""What looking around may cost: a share of time, earned by running and spent by looking; and what demands a look."""
 
 from controller.types import RoundFacts
 
