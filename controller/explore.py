@@ -1,4 +1,4 @@
-"""What looking around may cost: a share of time, earned by running and spent by looking; and what demands a look."""
+"""What looking around may cost: a share of time, earned by running and spent by looking."""
 
 from controller.types import RoundFacts
 
