@@ -488,6 +488,9 @@ class AutoController(BaseController):
     # Explaining.
 
     def _alternatives(self) -> list[Record]:
+        """Return what the plan in force was chosen from; nothing is weighed beside a prompt."""
+        if self._last_load is not None and self._last_load.prefill_tokens:
+            return []
         plain = {
             "label": AR,
             "predicted_s": self._last_ar[0],

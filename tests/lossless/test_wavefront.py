@@ -354,10 +354,12 @@ def test_auto_prices_it_from_a_calibration_and_no_plan_changes_a_text() -> None:
     policy, requests = tiny_looped_policy(), requests_of(12)
     expected = plain(policy, requests, compiled=True)
     engine = engine_of(policy, compiled=True, drafters=("wavefront", "history"))
-    calibration = calibrate(engine, ControllerConfig(), key="tiny", budget_s=1.0)
+    # Looks at it often, whatever it is found to cost here.
+    config = ControllerConfig(prior_acceptance=0.9, probe_interval_rounds=4, explore_budget_frac=0.5)
+    calibration = calibrate(engine, config, key="tiny", budget_s=1.0)
     assert calibration.parts["wavefront"].samples >= 4
     assert {t.rows for t in calibration.timings if t.part == "wavefront"} >= {1, 8, 32}
-    run = drive(engine, requests, controlled(engine, ControllerConfig()), batch=5)
+    run = drive(engine, requests, controlled(engine, config), batch=5)
     assert texts(run.completions) == expected
     assert any(t.drafter == "wavefront" for c in run.completions.values() for t in c.tokens)
     assert run.accepted > 0

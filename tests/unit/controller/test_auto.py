@@ -454,6 +454,8 @@ def test_a_decision_names_its_reason_price_and_alternatives() -> None:
     assert labels[0] == AR
     assert {"w4", "history"} <= set(labels)
     assert all(a["predicted_s"] > 0 and a["tokens"] > 0 for a in record["alternatives"])
+    controller.decide(replace(load, prefill_tokens=64), now_s=2.0)
+    assert controller.decision_record()["alternatives"] == [], "nothing is weighed beside a prompt"
 
 
 def test_gauges_are_finite_floats() -> None:
