@@ -116,7 +116,11 @@ class AutoController(BaseController):
 
     def _may_copy(self, round_: int) -> bool:
         """Whether a plan made in a round should see what there is to copy."""
-        return self._copies_may_pay or any(round_ >= self._looks.probe_round(d) for d in self._copying)
+        return self._copies_may_pay or any(round_ >= self._looks.probe_round(d) for d in self._copiers())
+
+    def _copiers(self) -> list[str]:
+        """Return the drafters that run no model and may be used now."""
+        return [d for d in self._copying if self._watchdog.usable(d)]
 
     def _could_pay(self, drafter: str, load: RoundLoad) -> bool:
         """Whether a drafter that runs no model would be no slower than plain decoding if all sequences had as
@@ -144,7 +148,7 @@ class AutoController(BaseController):
             return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
         found = self._explore(view, plan, best_per_s)
-        could_pay = self._keeper.copies or any(self._could_pay(d, load) for d in self._copying)
+        could_pay = self._keeper.copies or any(self._could_pay(d, load) for d in self._copiers())
         if could_pay and not self._copies_may_pay:
             self._keeper.drop()  # to see what there is
         self._copies_may_pay = could_pay
@@ -172,16 +176,20 @@ class AutoController(BaseController):
             self._keeper.keep(plan, load, round_=self._round, gain=gain)
             return plan, view.ar_per_s, view
         assignments = self._assignments_of(view, best)
+        seconds, tokens, best_per_s = self._predicted_s(load, assignments), best.tokens, best.worth_per_s
+        if len(assignments) < int(np.count_nonzero(best.gamma_B)):  # only tried: so little is all it brings
+            tokens = self._expected_tokens(load, assignments)
+            best_per_s = min(best_per_s, tokens / seconds)
         plan = RoundPlan(
             assignments=assignments,
             reason=f"{best.candidates.label}: gain {gain:+.1%}",
-            predicted_s=self._predicted_s(load, assignments),
-            predicted_tokens=best.tokens,
+            predicted_s=seconds,
+            predicted_tokens=tokens,
         )
         mixes = self._traits.gamma_per_sequence and not best.candidates.all_model
         instead = self._without_copies(view, enough) if mixes else NOTHING_INSTEAD
         self._keeper.keep(plan, load, round_=self._round, gain=gain, instead=instead)
-        return plan, best.worth_per_s, view
+        return plan, best_per_s, view
 
     def _without_copies(self, view: _View, enough: float) -> Mapping[int, Assignment]:
         """Return the assignments of the best option that copies nothing, none where plain decoding is."""

@@ -112,7 +112,7 @@ class PromptTexts:
         if len(tokens) < self._min_match:
             return None
         best: tuple[_Text, int] | None = None
-        best_length = self._min_match - 1
+        best_length, longest = self._min_match - 1, min(self._max_match, len(tokens))
         (suffix,) = self._runs(tokens, len(tokens), len(tokens) + 1)
         place = self._newest.get(suffix, _NOWHERE)
         for _ in range(CHAIN_PLACES):
@@ -129,7 +129,7 @@ class PromptTexts:
                 length = _agreement(text.tokens, end, tokens, self._max_match)
                 if length > best_length:
                     best, best_length = (text, end), length
-                    if length == self._max_match:
+                    if length == longest:
                         break
             place = text.links[end - text.first_end]
         return best

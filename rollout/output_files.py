@@ -25,9 +25,14 @@ def writable(path: Path, setting: str) -> Path:
         raise ConfigError(f"{setting}: cannot make {path.parent}: {error}; name another file") from error
     if path.is_dir():
         raise ConfigError(f"{setting}: {path} is a folder; name a file in it")
-    if not os.access(path.parent, os.W_OK):
+    if not (_special(path) or os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{setting}: cannot write into {path.parent}; name a file elsewhere")
     return path
+
+
+def _special(path: Path) -> bool:
+    """Whether it is there and no file: a terminal, a pipe, the null device."""
+    return path.exists() and not path.is_file()
 
 
 def check_apart(path: Path, setting: str, other: Path, other_setting: str) -> None:
@@ -36,9 +41,25 @@ def check_apart(path: Path, setting: str, other: Path, other_setting: str) -> No
         raise ConfigError(f"{setting} and {other_setting} both name {path}; give one of them another name")
 
 
+def write_result(path: Path, text: str, setting: str) -> None:
+    """``write_whole``; raises ``ConfigError``, which begins with ``setting``, where that fails after all."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot write {path}: {error}; name a file elsewhere") from error
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text``; whoever is stopped meanwhile leaves the file as it was, and no other beside it."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    """Write ``text``; whoever is stopped meanwhile leaves the file as it was, and no other beside it.
+
+    A link is followed, and what is no file (``/dev/stdout``) is written to as it is.
+    """
+    path = path.resolve()
+    if _special(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    # A name may take all the length that names may have.
+    scratch = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)

@@ -2,8 +2,8 @@
 
 Arms that are compared run in lockstep: the arm whose share of tokens is smallest runs its next round, and
 only its own rounds count as its time. So the arms meet the same machine within a fraction of a second, which
-matters where its speed changes by 40% within minutes. A round streams all weights through the caches, so what
-another arm left there makes no difference.
+matters where its speed changes by 40% within minutes. A round of a policy larger than the caches streams all
+weights through them; one of a small policy finds there what the other arms left, every arm alike.
 
 The engines share the policy's weights and nothing else. For a run only the arm's drafters are switched on, so
 plain decoding pays for none. Nothing is carried from run to run: a controller starts with what calibration

@@ -17,7 +17,7 @@ from rollout.bench.machine import MemorySpeed, commit, kernel_rate, machine, ver
 from rollout.bench.result import Json
 from rollout.config import EngineConfig
 from rollout.job_config import JobConfig
-from rollout.output_files import check_apart, output_path, writable, write_whole
+from rollout.output_files import check_apart, output_path, writable, write_result
 from rollout.settings import to_plain
 
 RESULT_FILE = "bench.json"
@@ -83,7 +83,7 @@ class Book:
         if drafters:
             conditions["drafter_flops_per_s"] = drafters
         data = compose(conditions, peaks)
-        write_whole(self.out, json.dumps(data, indent=1) + "\n")
+        write_result(self.out, json.dumps(data, indent=1) + "\n", "out")
         return data
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.bench.cliffs import AXES, Axis
 from rollout.bench.step_result import cliff_line
-from rollout.output_files import write_whole
+from rollout.output_files import write_result
 from rollout.report.build import document, section
 from rollout.report.panel import Panel, no_data
 from rollout.report.svg import Plot, axis_over, colour
@@ -21,7 +21,7 @@ _LABEL = {"batch": "sequences", "context": "tokens of context per sequence"}
 
 def write_page(data: Mapping[str, Any], out: Path) -> None:
     """Write the page of a result."""
-    write_whole(out, step_page(data))
+    write_result(out, step_page(data), "bench.html")
 
 
 def step_page(data: Mapping[str, Any]) -> str:

@@ -63,6 +63,7 @@ class ForwardTimes:
         self._lane_heads = 2 / (lane_depth * math.ceil(decoder.spec.loops / lane_depth))
         each = pages_for(context_tokens + -(-max(rows) // concurrency))
         self._storage = decoder.new_storage(each * concurrency * arms)
+        self._storage.occupy(range(self._storage.pages))
         pages = torch.arange(each * concurrency * arms, dtype=torch.int32)
         self._tables = cycle(pages.reshape(arms, concurrency, each).unbind())
         self._table_SP = next(self._tables)

@@ -65,9 +65,9 @@ def open_subject(job: JobConfig, config: EvaluateConfig) -> Subject:
     names = drafters_of(policy.spec.loops, job.drafter, config)
     new_tokens = most_new_tokens(config, positions=policy.spec.max_positions)
     prompts = tuple(prompts_of(policy, new_tokens=new_tokens))
-    engine_config = _engine_config(
-        job, config, policy, context_tokens=max(map(len, prompts)) + new_tokens + PAGE_TOKENS
-    )
+    # Forwards are timed with the rows of the longest draft behind texts of any of these lengths.
+    longest = max(map(len, prompts)) + new_tokens + max(config.gammas)
+    engine_config = _engine_config(job, config, policy, context_tokens=longest + PAGE_TOKENS)
     torch.set_num_threads(engine_config.threads)
     drafter_config = replace(job.drafter, names=names)
     weights = live_weights(policy, engine_config)

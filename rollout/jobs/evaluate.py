@@ -30,7 +30,7 @@ from rollout.evaluation.subject import Subject, open_subject
 from rollout.evaluation.sweep import arm_name, plain_token_s, plan_spots, sweep_arms, sweep_cells
 from rollout.evaluation.swept import Arm, Sweep, SweptSpot
 from rollout.job_config import EvaluateConfig, JobConfig
-from rollout.output_files import check_apart, output_path, write_whole
+from rollout.output_files import check_apart, output_path, write_result
 from rollout.progress import Progress, say
 from rollout.proof.budget import PricedArm, affordable_tokens
 from rollout.proof.finding import Finding
@@ -346,7 +346,7 @@ class _Evaluation:
     def conclude(self, html: Path) -> int:
         """Write the JSON and the page, say the verdict and return the exit code."""
         data = self._write(self.ending)
-        write_whole(html, evaluation_page(data))
+        write_result(html, evaluation_page(data), "evaluate.html")
         if self.found.sweep.spots:
             # Trials are a fixed number, so nearly every ratio could be known better: the intervals say it.
             sys.stdout.write(speed_table({**data, "undecided": []}) + _goal_lines(data))

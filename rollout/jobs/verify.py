@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.job_config import JobConfig, VerifyConfig
-from rollout.output_files import output_path, write_whole
+from rollout.output_files import output_path, write_result
 from rollout.policy.place import resolve
 from rollout.progress import Progress, say
 from rollout.proof.finding import Finding
@@ -155,7 +155,7 @@ class _Proof:
     def conclude(self) -> int:
         """Write the JSON, say the verdict and return the exit code."""
         failed = [f for f in self.findings if not f.passed]
-        write_whole(self.out, json.dumps(self._record(failed), indent=1) + "\n")
+        write_result(self.out, json.dumps(self._record(failed), indent=1) + "\n", "verify.out")
         if self.exact_cost is not None:
             say(f"exact numerics cost {self.exact_cost['ratio']:.3g} x fast, {self.exact_cost['how']}")
         seconds = time.monotonic() - self._started_s

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rollout.output_files import writable, write_whole
+from rollout.output_files import writable, write_result
 from rollout.report.journal import Journal, read_journal
 from rollout.report.panel import Panel
 from rollout.report.panels import PANELS
@@ -48,7 +48,7 @@ def build_all(run_dirs: Sequence[Path], out: Path) -> Path:
     Raises ``JournalError`` for a run that cannot be read, ``ConfigError`` where nothing can be written.
     """
     journals = [read_journal(folder) for folder in run_dirs]
-    write_whole(writable(out, "report.out"), page(journals))
+    write_result(writable(out, "report.out"), page(journals), "report.out")
     return out
 
 

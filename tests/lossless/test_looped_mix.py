@@ -60,7 +60,8 @@ def test_auto_prices_all_of_them_side_by_side_from_a_calibration() -> None:
     requests = requests_for(vocab=48, prompts=8, params=PARAMS, seed=2, longest_prompt=20)
     expected = texts(run_engine(engine_of(policy), requests, ar_plan))
     engine = engine_of(policy)
-    config = ControllerConfig(probe_interval_rounds=4, explore_budget_frac=0.5)
+    # Plans are made every few rounds, so that a short run sees every option.
+    config = ControllerConfig(probe_interval_rounds=4, explore_budget_frac=0.5, think_budget_frac=0.9)
     calibration = calibrate(engine, config, key="tiny", budget_s=1.0)
     assert set(calibration.parts) == {POLICY, *NAMES} - {"history"}
     controller = controller_of(engine, config, engine.part_shapes(), calibration)

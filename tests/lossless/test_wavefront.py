@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from controller.config import ControllerConfig
+from controller.decide import build_controller
 from controller.types import Assignment, InFlight, RoundFacts, RoundLoad, RoundPlan
 from drafters.config import DrafterConfig
 from drafters.registry import build
@@ -27,7 +28,7 @@ from rollout.engine.native.torch_attention import TorchKV
 from rollout.engine.target import Choice
 from rollout.errors import ConfigError
 from rollout.policy.weights import manifest
-from rollout.proof.steering import controlled, drive
+from rollout.proof.steering import Steering, controlled, drive, nominal_calibration
 from rollout.testing import TinyPolicy, save_tiny_folder, tiny_looped_policy
 from rollout.testing_native import (
     MIXED_PARAMS,
@@ -354,12 +355,19 @@ def test_auto_prices_it_from_a_calibration_and_no_plan_changes_a_text() -> None:
     policy, requests = tiny_looped_policy(), requests_of(12)
     expected = plain(policy, requests, compiled=True)
     engine = engine_of(policy, compiled=True, drafters=("wavefront", "history"))
-    # Looks at it often, whatever it is found to cost here.
-    config = ControllerConfig(prior_acceptance=0.9, probe_interval_rounds=4, explore_budget_frac=0.5)
+    config = ControllerConfig(prior_acceptance=0.9)
     calibration = calibrate(engine, config, key="tiny", budget_s=1.0)
     assert calibration.parts["wavefront"].samples >= 4
     assert {t.rows for t in calibration.timings if t.part == "wavefront"} >= {1, 8, 32}
-    run = drive(engine, requests, controlled(engine, config), batch=5)
+    # As on a machine where moving this policy's weights is all that costs: there lanes pay.
+    shapes = {
+        name: replace(shape, weight_bytes=10_000 * shape.weight_bytes)
+        for name, shape in engine.part_shapes().items()
+    }
+    controller = build_controller(config, engine.traits, shapes, nominal_calibration(shapes))
+    for name in ("wavefront", "history"):
+        controller.drafter_built(name, engine.policy_version)
+    run = drive(engine, requests, Steering(plan=lambda load: controller.decide(load, now_s=0.0)), batch=5)
     assert texts(run.completions) == expected
     assert any(t.drafter == "wavefront" for c in run.completions.values() for t in c.tokens)
     assert run.accepted > 0

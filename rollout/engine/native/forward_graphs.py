@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,10 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._alive = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        """Graphs in the pool. One whose last graph is gone must not be recorded into again (CUDA allocator,
+        before its pools outlived their graphs), and all go with the storage they were recorded over."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """See ``Recorder``. Raises ``RuntimeError`` where ``run`` does what cannot be recorded."""
@@ -82,10 +85,13 @@ class CudaRecorder:
                 for _ in range(WARM_UPS):
                     run()
             torch.cuda.current_stream().wait_stream(side)
+            if self._pool is None or not self._alive:
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process may use the device meanwhile (a trainer's, Ray's).
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 run()
+            self._alive.add(graph)
         return graph.replay
 
 
@@ -120,6 +126,8 @@ class ForwardGraphs:
         self.recorder = recorder
         self._spec, self._dtype, self._logits_dtype, self._device = spec, dtype, logits_dtype, device
         self._recordings: OrderedDict[RecordingKey, Recording] = OrderedDict()
+        self._unrecordable = set[RecordingKey]()
+        """Shapes there was no memory to record. They are computed as they are."""
         self._storage: weakref.ref[TorchKV] | None = None
         self._logits_RV = torch.empty(0, dtype=logits_dtype, device=device)
         self._hidden_RD = torch.empty(0, dtype=dtype, device=device)
@@ -144,7 +152,8 @@ class ForwardGraphs:
         loops: range,
         hidden_MD: Tensor | None,
     ) -> ForwardResult | None:
-        """Return what ``compute`` gives for a batch; None for one that no bucket takes.
+        """Return what ``compute`` gives for a batch; None for one that no bucket takes, or none that fitted
+        into memory.
 
         ``compute`` must be the same every time. Raises ``RuntimeError`` where it cannot be recorded.
         """
@@ -153,11 +162,19 @@ class ForwardGraphs:
             return None
         self._belong_to(kv)
         key = RecordingKey(bucket=placed.bucket, loops=loops)
+        if key in self._unrecordable:
+            return None
         recording = self._recordings.get(key)
         if recording is None:
-            rows = self._new_rows(key, kv)
-            place_M = rows.fill(batch, placed.spans, hidden_MD)
-            recording = self._keep(key, Recording(rows=rows, run=self._recorded(compute, rows, kv, loops)))
+            try:
+                rows = self._new_rows(key, kv)
+                place_M = rows.fill(batch, placed.spans, hidden_MD)
+                run = self._recorded(compute, rows, kv, loops)
+            except torch.OutOfMemoryError as error:
+                log.warning("no memory to record a forward of %s, run as it is from now on: %s", key, error)
+                self._unrecordable.add(key)
+                return None
+            recording = self._keep(key, Recording(rows=rows, run=run))
         else:
             self._recordings.move_to_end(key)
             place_M = recording.rows.fill(batch, placed.spans, hidden_MD)

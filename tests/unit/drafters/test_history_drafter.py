@@ -210,25 +210,40 @@ def test_a_growing_sequence_is_continued_as_brute_force_says(alphabet: int, seed
             break
 
 
+@pytest.mark.parametrize(
+    ("start", "max_match"), [(6, 5), (2, 16)], ids=["", "texts shorter than a match may be"]
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_siblings_and_earlier_rollouts_are_searched_as_brute_force_says(seed: int) -> None:
+def test_siblings_and_earlier_rollouts_are_searched_as_brute_force_says(
+    seed: int, start: int, max_match: int
+) -> None:
     rng = random.Random(100 + seed)
-    history = drafter(history_max_match=5)
-    prompt = [rng.randrange(5) for _ in range(6)]
+    history = drafter(history_max_match=max_match)
+    prompt = [rng.randrange(5) for _ in range(start)]
     others = []
     for key in range(4):
         text = prompt + [rng.randrange(5) for _ in range(rng.randrange(1, 30))]
         if key % 2 == 0:
-            history.finished(request(text, prompt=6, key=key))
+            history.finished(request(text, prompt=start, key=key))
         else:
-            history.ready([request(text, prompt=6, key=key)])
+            history.ready([request(text, prompt=start, key=key)])
         others.append(text)
     own = list(prompt)
     for _ in range(40):
-        assert drafted(history, request(own, prompt=6, key=9)) == brute_force(
-            own, others, prompt=6, min_match=2, max_match=5, most=4
+        assert drafted(history, request(own, prompt=start, key=9)) == brute_force(
+            own, others, prompt=start, min_match=2, max_match=max_match, most=4
         )
         own.append(rng.randrange(5))
+
+
+def test_a_text_that_is_the_start_of_another_is_continued_by_it_wherever_else_it_stands() -> None:
+    texts = PromptTexts([1, 2], min_match=2, max_match=16)
+    # Indexed first, so that its second 3, 4 is looked at after the whole of the third text was found.
+    texts.follow(1, [1, 2, 3, 4, 9, 3, 4, 8], policy_version=0)
+    texts.finish(1)
+    texts.follow(2, [1, 2, 3, 4, 7], policy_version=0)
+    texts.follow(3, [1, 2, 3, 4], policy_version=0)
+    assert texts.continuation(3, 4) == [7]
 
 
 def test_text_that_grew_while_nobody_asked_is_searched_once_somebody_does() -> None:

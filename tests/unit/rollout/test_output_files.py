@@ -1,11 +1,13 @@
 """What a command writes: refused before any work where it cannot be, and never there in part."""
 
+import os
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.output_files import check_apart, output_path, writable, write_whole
+from rollout.output_files import check_apart, output_path, writable, write_result, write_whole
 
 
 def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
@@ -50,3 +52,29 @@ def test_who_is_interrupted_leaves_the_file_as_it_was_and_no_other(
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["evaluate.json"]
     assert path.read_text() == "before\n"
+
+
+def test_a_link_is_written_through_and_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "latest.json").symlink_to(tmp_path / "results" / "one.json")
+    (tmp_path / "results").mkdir()
+    write_whole(tmp_path / "latest.json", "text\n")
+    assert (tmp_path / "latest.json").is_symlink()
+    assert (tmp_path / "results" / "one.json").read_text() == "text\n"
+    pipe, heard = tmp_path / "pipe", list[str]()
+    os.mkfifo(pipe)
+    reader = Thread(target=lambda: heard.append(pipe.read_text()))
+    reader.start()
+    write_whole(writable(pipe, "report.out"), "text\n")
+    reader.join()
+    assert heard == ["text\n"]
+    assert pipe.is_fifo()
+
+
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
+    write_whole(tmp_path / ("x" * 250 + ".json"), "text\n")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_write_that_fails_after_all_names_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^verify\.out: cannot write .*/gone/x\.json: "):
+        write_result(tmp_path / "gone" / "x.json", "text\n", "verify.out")
