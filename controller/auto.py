@@ -29,6 +29,9 @@ from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts
 LOOK_UP_S = 3e-5
 """What a look-up takes per sequence. A plan that copies needs one every round, outside what facts tell."""
 
+COPIED_AT_BEST = 0.9
+"""Acceptance of copies in text that repeats itself. Where they would not pay even so, none are looked for."""
+
 NOBODY = -1
 """The key of no sequence: what is known of it is what is known of all."""
 
@@ -85,6 +88,8 @@ class AutoController(BaseController):
         )
         self._copies_may_pay = True
         """Of the batch last planned for. While not, nobody looks for text to copy but for probes."""
+        self._copies_pay_at_best = True
+        """Of that batch. While not, there are no probes either."""
         self._copying = [d.name for d in traits.drafters if not self._model.runs_model(d.name)]
         self._switching = {d.name for d in traits.drafters if d.switch_tokens_per_sequence}
         """Drafters that must be caught up with a sequence."""
@@ -116,15 +121,17 @@ class AutoController(BaseController):
 
     def _may_copy(self, round_: int) -> bool:
         """Whether a plan made in a round should see what there is to copy."""
-        return self._copies_may_pay or any(round_ >= self._looks.probe_round(d) for d in self._copiers())
+        if self._copies_may_pay or not self._copies_pay_at_best:
+            return self._copies_may_pay
+        return any(round_ >= self._looks.probe_round(d) for d in self._copiers())
 
     def _copiers(self) -> list[str]:
         """Return the drafters that run no model and may be used now."""
         return [d for d in self._copying if self._watchdog.usable(d)]
 
-    def _could_pay(self, drafter: str, load: RoundLoad) -> bool:
+    def _could_pay(self, drafter: str, load: RoundLoad) -> tuple[bool, bool]:
         """Whether a drafter that runs no model would be no slower than plain decoding if all sequences had as
-        much to copy as they can use."""
+        much to copy as they can use: as copies were found to be accepted, and at best."""
         batch, read = len(load.sequences), float(sum([s.context_tokens for s in load.sequences]))
         gammas = positions_to(min(self._drafters[drafter].max_gamma, self._config.gammas[-1]))
         context = np.asarray(read * (gammas + 1), dtype=np.float64)
@@ -133,9 +140,13 @@ class AutoController(BaseController):
         )
         base_s, per_row_s = self._model.other_line_s(speculates=True)
         seconds = verify_s + (base_s + self._free_s(drafter, batch, batch)) + per_row_s * batch * (gammas + 1)
-        per_token_s = self._model.plain_s(batch, read_tokens=read) / batch
-        tokens = batch * (1.0 + self._acceptance.survival(drafter, (NOBODY,))[0, : len(gammas)].cumsum())
-        return bool((seconds <= tokens * per_token_s).any())
+        plain_s = self._model.plain_s(batch, read_tokens=read)
+        found = self._acceptance.survival(drafter, (NOBODY,))[0, : len(gammas)]
+        found_pays, best_pays = (
+            bool((seconds <= plain_s * (1.0 + survival.cumsum())).any())
+            for survival in (found, np.maximum(found, COPIED_AT_BEST**gammas))
+        )
+        return found_pays, best_pays
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
         self._round += 1
@@ -148,7 +159,10 @@ class AutoController(BaseController):
             return self._repeat(load, kept)
         plan, best_per_s, view = self._think(load)
         found = self._explore(view, plan, best_per_s)
-        could_pay = self._keeper.copies or any(self._could_pay(d, load) for d in self._copiers())
+        could_pay = self._copies_pay_at_best = self._keeper.copies
+        if not could_pay:
+            pays = [self._could_pay(d, load) for d in self._copiers()]
+            could_pay, self._copies_pay_at_best = (any(pay[i] for pay in pays) for i in (0, 1))
         if could_pay and not self._copies_may_pay:
             self._keeper.drop()  # to see what there is
         self._copies_may_pay = could_pay
