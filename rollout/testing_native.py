@@ -15,6 +15,7 @@ from rollout.engine.native.compiled import CompiledDecoder
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.forward_graphs import EagerRecorder
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.engine.protocol import Engine
 from rollout.engine.target import Chooser
@@ -195,3 +196,20 @@ MIXED_PARAMS: tuple[SamplingParams, ...] = (
     SamplingParams(max_tokens=30, stop_ids=(9, 11), top_k=20, top_p=0.9, min_p=0.02),
 )
 """One of every kind: plain, greedy, each filter, penalties, bias and bans, stops with all filters."""
+
+
+class CountingRecorder(EagerRecorder):
+    """Counts what is recorded and how often it runs."""
+
+    def __init__(self) -> None:
+        self.recorded = self.runs = 0
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See ``Recorder``."""
+        self.recorded += 1
+
+        def counted() -> None:
+            self.runs += 1
+            run()
+
+        return counted

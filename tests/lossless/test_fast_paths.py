@@ -13,12 +13,12 @@ from drafters.shallow_loop import ShallowLoopDrafter
 from drafters.types import Drafter
 from drafters.w4 import W4Drafter
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.forward_graphs import EagerRecorder
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.engine.native.view import NativeDraftModel
 from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import (
     MIXED_PARAMS,
+    CountingRecorder,
     ar_plan,
     fixed_plan,
     random_plan,
@@ -29,22 +29,6 @@ from rollout.testing_native import (
 )
 
 pytestmark = pytest.mark.lossless
-
-
-class CountingRecorder(EagerRecorder):
-    """Counts what is recorded and how often it runs."""
-
-    def __init__(self) -> None:
-        self.recorded = self.runs = 0
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.recorded += 1
-
-        def counted() -> None:
-            self.runs += 1
-            run()
-
-        return counted
 
 
 def engines(

@@ -6,7 +6,6 @@ give NaN where the real ones give zeros for a row without keys: whoever reads su
 
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -32,6 +31,7 @@ from rollout.engine.native.torch_attention import TorchKV
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.errors import ConfigError, UnsupportedError
 from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
+from rollout.testing_native import CountingRecorder
 
 VERSIONS = (2, 3)
 
@@ -151,22 +151,6 @@ class FlashModule:
             )
             out.append(_attention(q[s], *mine, window, self.shift))
         return torch.stack(out)
-
-
-class CountingRecorder(EagerRecorder):
-    """Counts what is recorded and how often it runs."""
-
-    def __init__(self) -> None:
-        self.recorded = self.runs = 0
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.recorded += 1
-
-        def counted() -> None:
-            self.runs += 1
-            run()
-
-        return counted
 
 
 def kernels_of(version: int, module: FlashModule) -> FlashKernels:

@@ -5,7 +5,6 @@ The recorder here runs the recorded function again on the same buffers, so all i
 
 import gc
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,21 +23,11 @@ from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.engine.native.torch_attention import TorchKV
 from rollout.engine.native.torch_decoder import TorchDecoder
 from rollout.testing import SPECS, TinyPolicy, tiny_looped_policy, tiny_policy
+from rollout.testing_native import CountingRecorder
 
 SEQUENCES, PAGES_EACH = 8, 10
 TABLE = torch.randperm(SEQUENCES * PAGES_EACH, generator=torch.Generator().manual_seed(0)).view(SEQUENCES, -1)
 POOL = SEQUENCES * PAGES_EACH
-
-
-class CountingRecorder(EagerRecorder):
-    """Counts what is recorded."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        self.recorded += 1
-        return run
 
 
 def batch_of(rows: list[tuple[int, int]], head: list[int] | None = None, salt: int = 0) -> RowBatch:
