@@ -35,12 +35,6 @@ def compiled_unavailable() -> str | None:
     return abi.unavailable()
 
 
-def isa() -> str:
-    """Return the build's instruction set: ``avx512``, ``avx2`` or ``generic``. All give the same bits."""
-    name: bytes = abi.library().taildraft_isa()
-    return name.decode()
-
-
 @dataclass(kw_only=True, slots=True)
 class CompiledKV:
     """KV memory as ``kv_pages.h`` lays it out."""
