@@ -1,8 +1,8 @@
 """Loop-level pipelining of a looped policy: what plans, settings and proofs find by the name ``wavefront``.
 
 There is nothing to build and nothing to keep: its drafts are readouts of the policy's own loops, made in the
-passes that compute the policy (``rollout/engine/native/wavefront.py``). This says when it can be had and what
-one such pass reads.
+passes that compute the policy (``rollout/engine/native/lanes/wavefront.py``). This says when it can be had
+and what one such pass reads.
 """
 
 from collections.abc import Sequence

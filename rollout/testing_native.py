@@ -11,12 +11,12 @@ from drafters.types import Drafter
 from rollout.config import EngineConfig
 from rollout.engine.chooser_compiled import CompiledChooser
 from rollout.engine.chooser_torch import TorchChooser
-from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.decoder import Decoder
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.forward_graphs import EagerRecorder
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.forward_graphs import EagerRecorder
 from rollout.engine.protocol import Engine
 from rollout.engine.target import Chooser
 from rollout.seeds import sample_seed

@@ -12,11 +12,11 @@ import torch
 
 from drafters.int4.linears import Bits, build_linear
 from rollout.engine.native.decoder import Decoder, KVStorage
-from rollout.engine.native.forward_graphs import Recorder
 from rollout.engine.native.pages import PagePool, pages_for
-from rollout.engine.native.row_buckets import MOST_ROWS, MOST_WIDTH
 from rollout.engine.native.timing import time_forward
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.forward_graphs import Recorder
+from rollout.engine.native.torch_forward.row_buckets import MOST_ROWS, MOST_WIDTH
 from rollout.policy.families import default_inverse_frequencies, tables_of
 from rollout.policy.spec import ModelSpec
 

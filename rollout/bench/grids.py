@@ -19,7 +19,7 @@ from rollout.cores import usable_cores
 from rollout.engine.native.build import LiveWeights, engine_of, live_weights
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.perplexity import SAMPLE_TEXT, PerplexityChange, perplexity_change
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
 from rollout.policy.families import rope_tables

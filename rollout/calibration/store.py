@@ -18,7 +18,7 @@ from pathlib import Path
 
 import drafters.int4
 import drafters.kernels
-import rollout.engine.native.kernels
+import rollout.engine.native.compiled_forward.kernels
 from controller.calibration import Calibration
 from controller.config import ControllerConfig
 from drafters.kernels.build import cpu_features, sources_key
@@ -38,7 +38,7 @@ PROVISIONAL = ".provisional.json"
 
 KERNEL_FOLDERS = tuple(
     Path(str(module.__file__)).parent
-    for module in (drafters.int4, drafters.kernels, rollout.engine.native.kernels)
+    for module in (drafters.int4, drafters.kernels, rollout.engine.native.compiled_forward.kernels)
 )
 
 PROVISIONAL_S = 600.0

@@ -1,6 +1,6 @@
 """The compiled chooser's memory layout: the struct of a call, its arrays over rows, its results, its address.
 
-``native/kernels/choose.h`` says what each field means.
+``native/compiled_forward/kernels/choose.h`` says what each field means.
 """
 
 import ctypes

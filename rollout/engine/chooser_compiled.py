@@ -1,4 +1,4 @@
-"""The compiled chooser: float32 logits on CPU, every row in one call into ``native/kernels/choose.cpp``.
+"""The compiled chooser: float32 logits on CPU, every row in one call into ``choose.cpp``.
 
 It keeps the same tokens and draws the same noise as ``TorchChooser``; its logprobs agree to about 1e-6,
 because it exponentiates in single precision. Bits depend on neither the threads nor the other rows.
@@ -31,7 +31,7 @@ from rollout.engine.chooser_call import (
 from rollout.engine.chooser_torch import check_tokens
 from rollout.engine.target import Choice, TargetRow
 
-SOURCE = Path(__file__).parent / "native" / "kernels" / "choose.cpp"
+SOURCE = Path(__file__).parent / "native" / "compiled_forward" / "kernels" / "choose.cpp"
 
 
 class CompiledChooser:

@@ -1,7 +1,8 @@
 """Counter-based noise: a number belongs to (seed, position, stream, token) and to nothing else.
 
 Here: the hash, the float64 reference of Gumbel noise, uniforms for accept decisions. The compiled kernel
-(``native/kernels/noise.h``) computes the same 32-bit hash bit for bit and the same noise in double precision.
+(``native/compiled_forward/kernels/noise.h``) computes the same 32-bit hash bit for bit and the same noise in
+double precision.
 Shapes: R rows, V vocabulary.
 
 **The hash.** ``noise_key`` makes 64 bits of (seed, position, stream)::

@@ -18,7 +18,7 @@ from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig
 from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.native.decoder import Decoder
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.rows import RowBatch

@@ -18,7 +18,7 @@ from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig
 from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.law_check import Law, Prefix, ar_law
-from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.target import TargetRow
 from rollout.proof.finding import Finding

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollout.engine.native.compiled import CompiledKV
+from rollout.engine.native.compiled_forward.decoder import CompiledKV
 from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import TorchKV
+from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.errors import UnsupportedError
 from rollout.testing_looped import CountingDecoder
 

@@ -18,7 +18,7 @@ from rollout.engine import noise
 from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.native.numerics import is_row_invariant
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.torch_decoder import TorchDecoder, TorchLinear
+from rollout.engine.native.torch_forward.decoder import TorchDecoder, TorchLinear
 from rollout.engine.target import TargetRow
 from rollout.testing import TinyPolicy, tiny_policy
 from rollout.testing_native import MIXED_PARAMS, ar_plan, fixed_plan, requests_for, run_engine, tiny_engine

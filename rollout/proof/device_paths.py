@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rollout.engine.native.fast_paths import self_check_logits
-from rollout.engine.native.flash_attention import FlashAttention
-from rollout.engine.native.flash_kernels import find_flash
-from rollout.engine.native.forward_graphs import CudaRecorder, EagerRecorder, Recorder
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import TorchKV
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.attention import TorchKV
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.fast_paths import self_check_logits
+from rollout.engine.native.torch_forward.flash_attention import FlashAttention
+from rollout.engine.native.torch_forward.flash_kernels import find_flash
+from rollout.engine.native.torch_forward.forward_graphs import CudaRecorder, EagerRecorder, Recorder
 from rollout.errors import UnsupportedError
 from rollout.proof.device import (
     FAMILIES,

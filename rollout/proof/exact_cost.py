@@ -8,7 +8,7 @@ from controller.types import POLICY
 from drafters.config import DrafterConfig
 from rollout.config import EngineConfig
 from rollout.engine.native.build import engine_of
-from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.policy.source import Policy
 
 BATCHES = (1, 8)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine.native import committer, engine, judging, pages, view
+from rollout.engine.native import committer, engine, judging, pages
 from rollout.engine.native.commit import commit_token
-from rollout.engine.native.draft_states import DraftStates
-from rollout.engine.native.drafting import Drafted, Drafting
+from rollout.engine.native.drafts import view
+from rollout.engine.native.drafts.draft_states import DraftStates
+from rollout.engine.native.drafts.drafting import Drafted, Drafting
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch, RowMemory
 from rollout.engine.native.sequence import LiveSequence

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from drafters.testing import ScriptedDrafter
 from drafters.types import DraftRequest
 from rollout.config import EngineConfig
-from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.proof.compare import Texts, first_difference
 from rollout.proof.finding import Finding
 from rollout.proof.steering import Steering, drive
@@ -122,7 +122,7 @@ def _finding(
 @contextmanager
 def _unsound_drafts_expected() -> Iterator[None]:
     # The engine warns of every unsound draft; here they are planted, and an alarm would only frighten.
-    logger = logging.getLogger("rollout.engine.native.drafting")
+    logger = logging.getLogger("rollout.engine.native.drafts.drafting")
     level = logger.level
     logger.setLevel(logging.ERROR + 1)
     try:

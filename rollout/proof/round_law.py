@@ -36,9 +36,9 @@ from rollout.engine.law_check import (
     total_variation,
 )
 from rollout.engine.native.decoder import Decoder
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.engine.target import Choice, TargetRow
 from rollout.engine.verify import Decisions
 from rollout.proof.table_decoder import LogitsOf, TableDecoder

@@ -11,7 +11,7 @@ from drafters.config import DrafterConfig
 from drafters.registry import BUILDERS, LOOPED_ONLY
 from drafters.registry import build as build_drafter
 from rollout.config import EngineConfig
-from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.engine.native.engine import NativeEngine
 from rollout.policy.weights import manifest
 from rollout.proof.compare import first_difference

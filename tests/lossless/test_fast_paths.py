@@ -12,9 +12,9 @@ from drafters.config import DrafterConfig
 from drafters.shallow_loop import ShallowLoopDrafter
 from drafters.types import Drafter
 from drafters.w4 import W4Drafter
+from rollout.engine.native.drafts.view import NativeDraftModel
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.torch_decoder import TorchDecoder
-from rollout.engine.native.view import NativeDraftModel
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import (
     MIXED_PARAMS,

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rollout.engine import noise
-from rollout.engine.native import committer, engine, judging, pages, view
-from rollout.engine.native.draft_states import DraftStates
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native import committer, engine, judging, pages
+from rollout.engine.native.drafts import view
+from rollout.engine.native.drafts.draft_states import DraftStates
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.sequence import LiveSequence
 from rollout.proof.finding import Finding
 from rollout.proof.noise_law import noise_findings, poisson_two_sided, poisson_upper

@@ -20,8 +20,8 @@ from drafters.registry import build
 from drafters.types import Drafter, DraftModel, DraftRequest, PolicyView, Proposal
 from drafters.w4 import W4Drafter
 from rollout.config import EngineConfig
+from rollout.engine.native.compiled_forward.scratch import RowBuffer
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.scratch import RowBuffer
 from rollout.policy.weights import EMBEDDING, HEAD, manifest
 from rollout.testing import TinyPolicy, tiny_policy
 from rollout.testing_native import (

@@ -23,11 +23,11 @@ from drafters.registry import build
 from drafters.testing import ScriptedDrafter
 from rollout.config import EngineConfig
 from rollout.engine.chooser_torch import TorchChooser
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.policy.weights import manifest
 from rollout.proof.margin import choice_margin
 from rollout.service.loop import EngineLoop

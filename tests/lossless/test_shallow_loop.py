@@ -18,7 +18,7 @@ from drafters.types import Drafter, DraftError, DraftModel, DraftRequest, DraftS
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.rows import PAGE_TOKENS
-from rollout.engine.native.torch_attention import TorchKV
+from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.policy.weights import manifest
 from rollout.testing import TinyPolicy, tiny_looped_policy
 from rollout.testing_looped import CountingDecoder

@@ -22,9 +22,9 @@ from rollout.calibration.measure import calibrate
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.build import build_engine
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.lanes import Chain, Lane
+from rollout.engine.native.lanes.chain import Chain, Lane
 from rollout.engine.native.rows import PAGE_TOKENS
-from rollout.engine.native.torch_attention import TorchKV
+from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.engine.target import Choice
 from rollout.errors import ConfigError
 from rollout.policy.weights import manifest

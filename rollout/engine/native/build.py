@@ -11,13 +11,13 @@ from rollout.config import EngineConfig, PolicyConfig
 from rollout.cores import usable_cores
 from rollout.engine.chooser_compiled import CompiledChooser
 from rollout.engine.chooser_torch import TorchChooser
-from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.decoder import Decoder
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.fast_paths import cuda_device, refuse_off_device, with_fast_paths
 from rollout.engine.native.numerics import is_row_invariant
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.fast_paths import cuda_device, refuse_off_device, with_fast_paths
 from rollout.engine.target import Chooser
 from rollout.errors import ConfigError
 from rollout.policy.families import rope_tables

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from controller.types import VerifyMode
 from rollout.engine.choice_rows import ChoiceRows
 from rollout.engine.chooser_call import PortStruct
-from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
+from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.depths import Standing
-from rollout.engine.native.kernels import abi
 from rollout.engine.native.loops import checked_standing
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import RowBatch

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from controller.types import AR, SequenceOutcome
 from rollout.engine.native.commit import Detokenizer, commit_token, final_text
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.work import Work, draft_request

@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.decoder import Decoder, KVStorage
-from rollout.engine.native.draft_states import DraftStates
+from rollout.engine.native.drafts.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock
 from rollout.engine.native.rows import RowBatch, int32, rows_of
 from rollout.engine.native.work import Work

@@ -31,9 +31,11 @@ from rollout.engine.native.committer import Committer
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.depths import forward_from, standing_of
 from rollout.engine.native.door import admit_request
-from rollout.engine.native.drafting import Drafting
+from rollout.engine.native.drafts.drafting import Drafting
+from rollout.engine.native.drafts.view import EngineState, NativeDraftModel, NativePolicyView
 from rollout.engine.native.facts import RoundTimes, round_facts
 from rollout.engine.native.judging import DecisionsOf, Judge, noise_decisions
+from rollout.engine.native.lanes.wavefront import Wavefront
 from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
@@ -44,8 +46,6 @@ from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.shapes import kv_bytes_per_token, part_shapes
 from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import make_up_prompts, time_forward
-from rollout.engine.native.view import EngineState, NativeDraftModel, NativePolicyView
-from rollout.engine.native.wavefront import Wavefront
 from rollout.engine.native.work import (
     Work,
     draft_request,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from controller.types import VerifyMode
+from rollout.engine.native.drafts.view import noise_seed
 from rollout.engine.native.sequence import LiveSequence
-from rollout.engine.native.view import noise_seed
 from rollout.engine.native.work import Work
 from rollout.engine.target import Choice, Chooser, TargetRow
 from rollout.engine.verify import (

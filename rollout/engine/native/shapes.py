@@ -6,7 +6,7 @@ from dataclasses import replace
 from controller.types import POLICY, PartShape
 from drafters.types import Drafter
 from drafters.wavefront import WavefrontDrafter
-from rollout.engine.native.view import NativeDraftModel
+from rollout.engine.native.drafts.view import NativeDraftModel
 from rollout.policy.spec import ModelSpec
 
 LANE_ROUND_BYTES = 64_000_000

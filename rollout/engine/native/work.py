@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from controller.types import AR, AR_ASSIGNMENT, Assignment, DraftCost, RoundPlan
 from drafters.types import DraftRequest
-from rollout.engine.native.drafting import NO_DRAFTS, Drafted, Drafting
+from rollout.engine.native.drafts.drafting import NO_DRAFTS, Drafted, Drafting
+from rollout.engine.native.lanes.wavefront import Wavefront
 from rollout.engine.native.rows import RowBatch, RowMemory
 from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
-from rollout.engine.native.wavefront import Wavefront
 from rollout.engine.verify import Verdict
 
 

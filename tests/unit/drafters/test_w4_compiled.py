@@ -12,10 +12,10 @@ from torch import Tensor
 from drafters.config import DrafterConfig
 from drafters.types import DraftRequest, DraftStep, LinearWeight, QuantizedLinear
 from drafters.w4 import W4Drafter
-from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.testing import tiny_policy
 
 pytestmark = pytest.mark.skipif(compiled_unavailable() is not None, reason=str(compiled_unavailable()))

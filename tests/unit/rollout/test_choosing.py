@@ -10,7 +10,7 @@ from rollout.config import EngineConfig
 from rollout.engine.choice_rows import ChoiceRows
 from rollout.engine.chooser_compiled import CompiledChooser
 from rollout.engine.native.choosing import ForwardChooser, forward_chooser
-from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.depths import Standing
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.pass_clock import PassClock, TimedChooser

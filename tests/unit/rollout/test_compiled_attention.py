@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.policy.spec import ModelSpec
 from rollout.testing import TinyPolicy, random_policy, tiny_policy

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafters.int4.linears import RebuildableLinear, build_linear
-from rollout.engine.native.compiled import CompiledDecoder, CompiledKV, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, CompiledKV, compiled_unavailable
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.policy.spec import ModelSpec
 from rollout.testing import tiny_policy

@@ -14,9 +14,9 @@ from drafters.passes import draft_by_passes
 from drafters.registry import build
 from drafters.types import DraftChain, DraftError, DraftModel, DraftRequest, DraftStep, Proposal
 from rollout.config import EngineConfig
-from rollout.engine.native.compiled import CompiledKV, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledKV, compiled_unavailable
+from rollout.engine.native.drafts.view import NativeDraftModel
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.view import NativeDraftModel
 from rollout.engine.native.work import draft_request
 from rollout.testing import tiny_looped_policy
 from rollout.testing_native import MIXED_PARAMS, ar_plan, fixed_plan, requests_for, run_engine, tiny_engine

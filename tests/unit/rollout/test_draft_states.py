@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from drafters.types import DraftRequest
-from rollout.engine.native.draft_states import DraftStates
+from rollout.engine.native.drafts.draft_states import DraftStates
 
 WIDTH = 3
 

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.engine.native.fast_paths import Device, disagreement, refuse_off_device, with_fast_paths
-from rollout.engine.native.flash_attention import NARROW_ROWS, FlashAttention
-from rollout.engine.native.flash_kernels import (
+from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
+from rollout.engine.native.torch_forward.attention import TorchKV
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.fast_paths import (
+    Device,
+    disagreement,
+    refuse_off_device,
+    with_fast_paths,
+)
+from rollout.engine.native.torch_forward.flash_attention import NARROW_ROWS, FlashAttention
+from rollout.engine.native.torch_forward.flash_kernels import (
     MODULES,
     FlashKernels,
     find_flash,
@@ -25,10 +33,7 @@ from rollout.engine.native.flash_kernels import (
     flash3_kernels,
     flash_refusal,
 )
-from rollout.engine.native.forward_graphs import EagerRecorder
-from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import TorchKV
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.forward_graphs import EagerRecorder
 from rollout.errors import ConfigError, UnsupportedError
 from rollout.testing import TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import CountingRecorder

@@ -14,14 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.int4.linears import build_linear
-from rollout.engine.native import forward_graphs
-from rollout.engine.native.flash_attention import FlashAttention
-from rollout.engine.native.flash_kernels import FlashKernels
-from rollout.engine.native.forward_graphs import EagerRecorder
-from rollout.engine.native.row_buckets import MOST_ROWS, MOST_WIDTH, Bucket, Placed, StaticRows, place
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import TorchKV
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward import forward_graphs
+from rollout.engine.native.torch_forward.attention import TorchKV
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.flash_attention import FlashAttention
+from rollout.engine.native.torch_forward.flash_kernels import FlashKernels
+from rollout.engine.native.torch_forward.forward_graphs import EagerRecorder
+from rollout.engine.native.torch_forward.row_buckets import (
+    MOST_ROWS,
+    MOST_WIDTH,
+    Bucket,
+    Placed,
+    StaticRows,
+    place,
+)
 from rollout.testing import SPECS, TinyPolicy, tiny_looped_policy, tiny_policy
 from rollout.testing_native import CountingRecorder
 

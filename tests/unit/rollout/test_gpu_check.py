@@ -14,9 +14,9 @@ from drafters.config import DrafterConfig
 from rollout.bench.device_costs import CostGrid, break_even_acceptance
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.build import build_engine
-from rollout.engine.native.forward_graphs import EagerRecorder
-from rollout.engine.native.torch_attention import TorchKV
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.attention import TorchKV
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.forward_graphs import EagerRecorder
 from rollout.errors import ConfigError
 from rollout.proof.device import (
     CHECKS,

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.native.compiled import CompiledDecoder, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, compiled_unavailable
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.exit_gate import exit_gates, exit_probabilities
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.torch_attention import TorchKV
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.attention import TorchKV
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.errors import UnsupportedError
 from rollout.testing import (
     LOOPED_SPECS,

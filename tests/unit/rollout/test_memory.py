@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from drafters.config import DrafterConfig
 from rollout.bench.memory import LARGEST_RATIO, MemoryUse, MemoryWork, memory_of_child
 from rollout.config import EngineConfig, PolicyConfig
-from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.errors import UnsupportedError
 from rollout.policy.embedded import embedded_folder
 from rollout.policy.stored import SelectedTensors, StoredTensors

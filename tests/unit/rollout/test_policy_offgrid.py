@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollout.engine.native.perplexity import CHUNK_ROWS, perplexity, perplexity_change
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.policy.offgrid import offgrid
 from rollout.testing import TinyPolicy, tiny_policy
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.config import PolicyConfig
 from rollout.engine.native.perplexity import SAMPLE_TEXT, perplexity
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.errors import ConfigError, UnsupportedError
 from rollout.policy import embedded
 from rollout.policy.families import rope_tables

@@ -10,7 +10,7 @@ from controller.types import PassSeconds, RoundFacts
 from drafters.config import DrafterConfig
 from drafters.w4 import W4Drafter
 from drafters.wavefront import WavefrontDrafter
-from rollout.engine.native.compiled import compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.pass_clock import PassClock
 from rollout.engine.native.rows import RowBatch

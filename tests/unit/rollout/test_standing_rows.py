@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.native.compiled import CompiledDecoder, CompiledKV, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, CompiledKV, compiled_unavailable
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.depths import Standing, forward_from
 from rollout.engine.native.pass_clock import PassClock

@@ -8,11 +8,11 @@ import torch
 
 from controller.types import AR_ASSIGNMENT, RoundPlan
 from rollout.config import EngineConfig
-from rollout.engine.native.compiled import CompiledDecoder, CompiledKV, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, CompiledKV, compiled_unavailable
 from rollout.engine.native.pages import PagePool, PrefixIndex
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.timing import make_up_prompts, time_forward
-from rollout.engine.native.torch_attention import TorchKV
+from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.errors import CapacityError
 from rollout.testing import tiny_policy
 from rollout.testing_native import tiny_decoder, tiny_engine

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from drafters.types import QuantizedLinear
-from rollout.engine.native import prepacked
 from rollout.engine.native.decoder import KVStorage
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward import prepacked
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.testing import SPECS, TinyPolicy, tiny_config, tiny_policy
 
 FAMILIES = sorted(SPECS)

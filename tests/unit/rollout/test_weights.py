@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.errors import WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import EMBEDDING, HEAD, WeightStage, checksum, expected_tensors, manifest

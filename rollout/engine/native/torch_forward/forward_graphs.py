@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from rollout.engine.native.decoder import ForwardResult
-from rollout.engine.native.row_buckets import MOST_ROWS, Bucket, StaticRows, place
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.torch_attention import TorchKV
+from rollout.engine.native.torch_forward.attention import TorchKV
+from rollout.engine.native.torch_forward.row_buckets import MOST_ROWS, Bucket, StaticRows, place
 from rollout.policy.spec import ModelSpec
 
 log = logging.getLogger(__name__)

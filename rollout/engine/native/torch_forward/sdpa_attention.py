@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.torch_attention import PaddedSequences, Reads, padded_slots, slots_of
+from rollout.engine.native.torch_forward.attention import PaddedSequences, Reads, padded_slots, slots_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,10 +16,10 @@ from drafters.types import (
     QuantizedLinear,
 )
 from rollout.engine import noise
-from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.decoder import Decoder, KVStorage
-from rollout.engine.native.draft_chain import ChainRow, run_chain
-from rollout.engine.native.draft_states import DraftStates
+from rollout.engine.native.drafts.draft_chain import ChainRow, run_chain
+from rollout.engine.native.drafts.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import RowBatch, int32
 from rollout.engine.native.scheduler import Scheduler

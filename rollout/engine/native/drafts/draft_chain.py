@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from controller.types import ForwardSeconds
 from rollout.engine.chooser_call import CHOOSE, PortStruct, call_of
-from rollout.engine.native.compiled import CompiledDecoder
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
+from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.decoder import KVStorage
-from rollout.engine.native.kernels import abi
 from rollout.engine.noise import COUPLED_STREAM
 from rollout.engine.target import TargetRow
 

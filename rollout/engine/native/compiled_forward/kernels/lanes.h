@@ -1,5 +1,5 @@
 // The passes of a round for tokens that travel through the loops together, in one call: what wavefront.py and
-// lanes.py do pass by pass, and why that is plain decoding, without Python between two passes.
+// chain.py do pass by pass, and why that is plain decoding, without Python between two passes.
 #pragma once
 #include <algorithm>
 #include <chrono>

@@ -9,10 +9,10 @@ from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import ClassVar
 
 from rollout.engine.chooser_call import COLUMNS, PortStruct
-from rollout.engine.native.compiled import CompiledDecoder, seconds_of
-from rollout.engine.native.kernels import abi
-from rollout.engine.native.lanes import Chain, Lane, LaneStates, Spent
-from rollout.engine.native.view import EngineState
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, seconds_of
+from rollout.engine.native.compiled_forward.kernels import abi
+from rollout.engine.native.drafts.view import EngineState
+from rollout.engine.native.lanes.chain import Chain, Lane, LaneStates, Spent
 from rollout.engine.target import Choice
 from rollout.types import Origin
 

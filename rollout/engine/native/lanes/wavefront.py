@@ -29,16 +29,16 @@ import torch
 
 from controller.types import Assignment, DraftCost
 from drafters.wavefront import WAVEFRONT, WavefrontDrafter
-from rollout.engine.native.compiled import CompiledDecoder
-from rollout.engine.native.compiled_lanes import CompiledLanes
-from rollout.engine.native.drafting import Drafted, Drafting
-from rollout.engine.native.lane_passes import LanePasses
-from rollout.engine.native.lanes import Chain, Lane, LaneStates, Spent
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
+from rollout.engine.native.drafts.drafting import Drafted, Drafting
+from rollout.engine.native.drafts.view import EngineState
+from rollout.engine.native.lanes.chain import Chain, Lane, LaneStates, Spent
+from rollout.engine.native.lanes.compiled_lanes import CompiledLanes
+from rollout.engine.native.lanes.lane_passes import LanePasses
 from rollout.engine.native.pass_clock import wait_for
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.native.shapes import lane_shape
-from rollout.engine.native.view import EngineState
 from rollout.engine.target import needs_edits
 from rollout.engine.verify import Verdict
 from rollout.errors import ConfigError

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.native.pages import pages_for
-from rollout.engine.native.row_spans import Span, single_rows, spans_of
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import PaddedSequences
+from rollout.engine.native.torch_forward.attention import PaddedSequences
+from rollout.engine.native.torch_forward.row_spans import Span, single_rows, spans_of
 
 IntArray = NDArray[np.int32]
 

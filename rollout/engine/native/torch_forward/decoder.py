@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.types import LinearWeight, QuantizedLinear
-from rollout.engine.native import prepacked
 from rollout.engine.native.decoder import ForwardResult, KVStorage
-from rollout.engine.native.forward_graphs import ForwardGraphs, Recorder
 from rollout.engine.native.loops import (
     EMBED,
     FINAL,
@@ -32,10 +30,9 @@ from rollout.engine.native.loops import (
     checked_loops,
     tap_place,
 )
-from rollout.engine.native.row_buckets import StaticRows
 from rollout.engine.native.rows import RowBatch, rows_of
-from rollout.engine.native.sdpa_attention import SdpaAttention
-from rollout.engine.native.torch_attention import (
+from rollout.engine.native.torch_forward import prepacked
+from rollout.engine.native.torch_forward.attention import (
     AttentionPlan,
     FastAttention,
     TorchKV,
@@ -43,7 +40,10 @@ from rollout.engine.native.torch_attention import (
     plan_batch,
     plan_rows,
 )
-from rollout.engine.native.torch_weights import TorchWeights
+from rollout.engine.native.torch_forward.forward_graphs import ForwardGraphs, Recorder
+from rollout.engine.native.torch_forward.row_buckets import StaticRows
+from rollout.engine.native.torch_forward.sdpa_attention import SdpaAttention
+from rollout.engine.native.torch_forward.weights import TorchWeights
 from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.engine.native.flash_attention import FlashAttention
-from rollout.engine.native.flash_kernels import FlashKernels, find_flash, flash_refusal
-from rollout.engine.native.forward_graphs import CudaRecorder, Recorder
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import FastAttention
-from rollout.engine.native.torch_decoder import TorchDecoder
+from rollout.engine.native.torch_forward.attention import FastAttention
+from rollout.engine.native.torch_forward.decoder import TorchDecoder
+from rollout.engine.native.torch_forward.flash_attention import FlashAttention
+from rollout.engine.native.torch_forward.flash_kernels import FlashKernels, find_flash, flash_refusal
+from rollout.engine.native.torch_forward.forward_graphs import CudaRecorder, Recorder
 from rollout.errors import ConfigError, UnsupportedError
 
 log = logging.getLogger(__name__)

@@ -20,12 +20,12 @@ from torch import Tensor
 from controller.types import ForwardSeconds
 from drafters.int4.memory import lazy_bytes
 from drafters.types import LinearWeight, QuantizedLinear
-from rollout.engine.native.compiled_weights import PANEL, PackedCodes, Weights, checked_linear
+from rollout.engine.native.compiled_forward.kernels import abi
+from rollout.engine.native.compiled_forward.scratch import RowBuffer
+from rollout.engine.native.compiled_forward.weights import PANEL, PackedCodes, Weights, checked_linear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
-from rollout.engine.native.kernels import abi
 from rollout.engine.native.loops import check_states, checked_loops, checked_standing, tap_place
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.scratch import RowBuffer
 from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
 

@@ -20,11 +20,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rollout.engine.native.flash_kernels import FlashKernels
 from rollout.engine.native.pages import pages_for
-from rollout.engine.native.row_spans import Span, spans_of
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
-from rollout.engine.native.torch_attention import PaddedSequences, Reads, padded_slots, slots_of
+from rollout.engine.native.torch_forward.attention import PaddedSequences, Reads, padded_slots, slots_of
+from rollout.engine.native.torch_forward.flash_kernels import FlashKernels
+from rollout.engine.native.torch_forward.row_spans import Span, spans_of
 
 NARROW_ROWS = 16
 """Spans of at most so many rows are read by the cache kernel, which splits long keys between processors: what

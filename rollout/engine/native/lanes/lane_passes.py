@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollout.engine.native.lanes import Chain, LaneStates, Spent
+from rollout.engine.native.drafts.view import EngineState
+from rollout.engine.native.lanes.chain import Chain, LaneStates, Spent
 from rollout.engine.native.rows import RowBatch
-from rollout.engine.native.view import EngineState
 from rollout.engine.target import Choice, TargetRow
 
 ONE_CALL_VOCAB = 8192
