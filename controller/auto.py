@@ -215,16 +215,17 @@ class AutoController(BaseController):
 
     def _repeat(self, load: RoundLoad, kept: KeptPlan) -> RoundPlan:
         """Return the last plan, cut to what each sequence can still use."""
-        old, same = kept.plan.assignments, kept.keys == self._keeper.keys(load)
         if kept.copies and not self._keeper.copies_in(kept, self._round):
-            return self._priced_once(load, {}, "nothing to copy lately")
+            return self._priced_once(load, self._without_copies_now(load, kept), "nothing to copy lately")
+        old, same = kept.plan.assignments, kept.keys == self._keeper.keys(load)
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
             a = old.get(s.key)
             if a is None:
                 continue
             room = self._room(s, a.drafter)
-            if room == 0 and s.key in kept.instead:
+            if room == 0 and kept.models and s.key in kept.instead:
+                # A pass is run for others anyway; for this one alone it would not pay.
                 same, a = False, kept.instead[s.key]
                 room = self._room(s, a.drafter)
             if room < a.gamma:
@@ -235,7 +236,19 @@ class AutoController(BaseController):
             assignments[s.key] = a
         if kept.copies:
             self._keeper.copied(self._round, anything=bool(assignments))
+            if not assignments:
+                assignments = self._without_copies_now(load, kept)
         return kept.plan if same else self._priced_once(load, assignments, kept.plan.reason)
+
+    def _without_copies_now(self, load: RoundLoad, kept: KeptPlan) -> dict[int, Assignment]:
+        """Return what was best without copying, cut to what each sequence can still use."""
+        found: dict[int, Assignment] = {}
+        for s in load.sequences if kept.instead else ():
+            a = kept.instead.get(s.key)
+            room = self._room(s, a.drafter) if a is not None else 0
+            if a is not None and room:
+                found[s.key] = a if room >= a.gamma else self._assignment(a.drafter, room)
+        return found
 
     def _priced_once(self, load: RoundLoad, assignments: Mapping[int, Assignment], reason: str) -> RoundPlan:
         """Return a plan with its predictions, those of the round before where it decoded alike."""

@@ -275,6 +275,24 @@ def test_a_sequence_with_nothing_left_to_copy_is_planned_for_at_once() -> None:
                 assert {a.drafter for a in plan.assignments.values()} == {"w4"}
 
 
+@pytest.mark.parametrize("acceptance", [0.8, 0.9])
+def test_no_pass_is_run_for_the_one_sequence_that_ceased_to_copy(acceptance: float) -> None:
+    """What was best without copying was priced for all: a model's pass is paid by those who share it."""
+    machine = SimulatedMachine(shapes=BOTH, hazard=constant(acceptance), stall_chance=0.0)
+    controller = auto(machine)
+    copied = 0
+    for r in range(400):
+        load = load_of(2, round_index=r, ready={"history": 0})
+        first = replace(load.sequences[0], history_match_tokens={"history": 6 if r // 10 % 2 else 0})
+        load = replace(load, sequences=(first, *load.sequences[1:]))
+        plan = controller.decide(load, now_s=0.01 * r)
+        controller.observe(machine.run(load, plan))
+        used = sorted(a.drafter for a in plan.assignments.values())
+        assert plan.probe or used != ["w4"]
+        copied += "history" in used
+    assert copied > 20
+
+
 def test_a_repeated_plan_never_exceeds_what_a_match_still_offers() -> None:
     machine = SimulatedMachine(shapes=BOTH, hazard=constant(0.9))
     controller = auto(machine)
