@@ -42,6 +42,9 @@ times as long as plain decoding's: so much cheaper may a slot be and still pay."
 SURPRISE_FRAC = 0.07
 """A look that took so much less than predicted is followed by early ones, and by a new plan at once."""
 
+MOST_UNTOLD = 64
+"""Plain rounds that are kept to be learnt from together."""
+
 Ints = NDArray[np.intp]
 NO_MODEL = DraftLine(pass_s=0.0, row_s=0.0)
 
@@ -91,6 +94,7 @@ class AutoController(BaseController):
         self._copies_pay_at_best = True
         """Of that batch. While not, there are no probes either."""
         self._copying = [d.name for d in traits.drafters if not self._model.runs_model(d.name)]
+        self._all_drafters = tuple(self._drafters)
         self._switching = {d.name for d in traits.drafters if d.switch_tokens_per_sequence}
         """Drafters that must be caught up with a sequence."""
         self._last_drafter: dict[int, str] = {}
@@ -108,6 +112,9 @@ class AutoController(BaseController):
         self._options: list[Allocation] = []
         self._last_ar: tuple[float, float] = (0.0, 0.0)
         self._last_ar_per_s = 0.0
+        self._untold: list[tuple[int, RoundFacts]] = []
+        """Plain rounds, by number, that are learnt from together before anything depends on them: between
+        forwards, which read all weights, code is found cold, and the rounds of a short batch feel it."""
         self._repeated: tuple[tuple[int, ...], RoundPlan] | None = None
         """These sequences, and how they decoded when the last plan was repeated for them."""
 
@@ -157,6 +164,7 @@ class AutoController(BaseController):
         kept = self._keeper.still_good(load, self._round)
         if kept is not None:
             return self._repeat(load, kept)
+        self._learn_untold()
         plan, best_per_s, view = self._think(load)
         found = self._explore(view, plan, best_per_s)
         could_pay = self._copies_pay_at_best = self._keeper.copies
@@ -170,6 +178,8 @@ class AutoController(BaseController):
 
     def _usable(self) -> tuple[str, ...]:
         """Return the drafters that plans may use now."""
+        if self._watchdog.all_usable:
+            return self._all_drafters
         return tuple([d for d in self._drafters if self._watchdog.usable(d)])
 
     def _think(self, load: RoundLoad) -> tuple[RoundPlan, float, _View]:
@@ -426,6 +436,7 @@ class AutoController(BaseController):
 
     def _look_due(self, kept: KeptPlan, round_: int) -> bool:
         """Whether a look became due since the last plan; one due before that could not be had then."""
+        self._learn_untold()
         looks: list[int] = []
         if kept.plan.assignments:
             bucket = bucket_of(len(kept.keys))
@@ -485,19 +496,32 @@ class AutoController(BaseController):
 
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
         self._keeper.passed(facts.total_s)
+        plain = not facts.drafts and (plan is None or not plan.probe)
+        if plain and not self._switching and len(self._untold) < MOST_UNTOLD:
+            self._untold.append((self._round, facts))
+            return
+        self._learn_untold()
+        self._learn_from(facts, plan, self._round)
+
+    def _learn_untold(self) -> None:
+        for round_, facts in self._untold:
+            self._learn_from(facts, None, round_)
+        self._untold.clear()
+
+    def _learn_from(self, facts: RoundFacts, plan: RoundPlan | None, round_: int) -> None:
         self._budget.earn(facts.total_s)
         surprised = plan is not None and plan.probe and self._settle(facts, plan)
         speculated = facts.speculated
         for drafter in {o.drafter for o in facts.outcomes if o.gamma > 0} if speculated else ():
-            self._looks.observed(drafter, self._round, surprised=surprised)
+            self._looks.observed(drafter, round_, surprised=surprised)
         if self._switching or self._last_drafter:
             self._note_drafters(facts)
         if facts.batch:
             bucket = bucket_of(facts.batch)
             if not speculated and not facts.prefill_rows:
-                self._looks.observed(bucket, self._round, surprised=surprised)
+                self._looks.observed(bucket, round_, surprised=surprised)
             if self._pace.disappoints(facts, bucket, speculated=speculated):
-                self._looks.demand(bucket, self._round)
+                self._looks.demand(bucket, round_)
                 self._keeper.drop()
 
     def _note_drafters(self, facts: RoundFacts) -> None:

@@ -113,6 +113,8 @@ class PlanKeeper:
         self._pause_rounds = self._copy_round = 0
         self._last: tuple[RoundLoad | None, tuple[int, ...]] = (None, ())
         """The load last asked about, and its sequences: rounds ask about one several times."""
+        self._stood: tuple[RoundLoad, int, KeptPlan] | None = None
+        """The load and round for which a plan was just found to stand: a round asks twice."""
 
     def keys(self, load: RoundLoad) -> tuple[int, ...]:
         """Return the sequences of a round, in order."""
@@ -192,7 +194,12 @@ class PlanKeeper:
 
     def _stands(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
         """Whether it is repeated whatever may be ready by now."""
-        return self._since_look_up_s < self._patience_s and self._holds(kept, load, round_)
+        stood = self._stood
+        if stood is not None and stood[0] is load and stood[1] == round_ and stood[2] is kept:
+            return True
+        stands = self._since_look_up_s < self._patience_s and self._holds(kept, load, round_)
+        self._stood = (load, round_, kept) if stands else None
+        return stands
 
     def _holds(self, kept: KeptPlan, load: RoundLoad, round_: int) -> bool:
         """Whether it is repeated as long as about as much is ready."""

@@ -5,7 +5,7 @@ and reports back with ``drafter_built``.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,11 +57,20 @@ class Watchdog:
         self._states = {name: _State() for name in drafters}
         self._actions: list[WatchdogAction] = []
         self._now_s = 0.0
+        self._latest_off_s = -math.inf
+        """Until when the drafter switched off last stays so; it may be back earlier."""
+        self._judged_version: int | None = None
+        """Policy version at which every drafter's lag was judged; None since one was built."""
         self.alarms = 0
 
     def tick(self, now_s: float) -> None:
         """Hear the time; it only moves forward."""
         self._now_s = max(self._now_s, now_s)
+
+    @property
+    def all_usable(self) -> bool:
+        """Whether surely no drafter is off now."""
+        return self._now_s >= self._latest_off_s
 
     def usable(self, drafter: str) -> bool:
         """Whether plans may use the drafter now."""
@@ -77,14 +86,18 @@ class Watchdog:
         state = self._states.get(drafter)
         if state is None:
             return
+        self._judged_version = None
         if state.version is not None and version > state.version:
             # Built from a newer policy it is another drafter: what was wrong with the old one is over.
             state.off_until_s = state.probation_until_s = -math.inf
         state.version = version
         state.tried = state.kept = state.failing_rounds = 0
 
-    def observe(self, facts: RoundFacts, drafted: Iterable[SequenceOutcome]) -> None:
+    def observe(self, facts: RoundFacts, drafted: Collection[SequenceOutcome]) -> None:
         """Judge one round. ``drafted`` holds at least its outcomes with draft tokens."""
+        if not facts.drafts and not drafted and facts.policy_version == self._judged_version:
+            return
+        self._judged_version = facts.policy_version
         for draft in facts.drafts:
             state = self._states.get(draft.drafter)
             if state is None:
@@ -130,6 +143,7 @@ class Watchdog:
         until = self._now_s + self._config.watchdog_cooldown_s
         if self._now_s < state.probation_until_s:
             state.off_until_s, state.probation_until_s = until, -math.inf
+            self._latest_off_s = max(self._latest_off_s, until)
             self._actions.append(WatchdogAction(drafter=name, action="off", reason=reason))
         else:
             state.probation_until_s = until
