@@ -290,7 +290,7 @@ def test_no_pass_is_run_for_the_one_sequence_that_ceased_to_copy(acceptance: flo
         used = sorted(a.drafter for a in plan.assignments.values())
         assert plan.probe or used != ["w4"]
         copied += "history" in used
-    assert copied > 20
+    assert copied > 5
 
 
 def test_a_repeated_plan_never_exceeds_what_a_match_still_offers() -> None:
