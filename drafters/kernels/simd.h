@@ -177,22 +177,54 @@ inline F16 split_power(F16 x, F16* mantissa) {
 
 #endif
 
+#if defined(__AVX2__) && defined(__FMA__) && !defined(TAILDRAFT_GENERIC)
+
+namespace detail {
+// The sixteen as two halves of eight.
+inline void halves(F16 a, __m256* low, __m256* high) {
+#if defined(__AVX512F__) && !defined(TAILDRAFT_AVX2)
+  *low = _mm512_castps512_ps256(a.v);
+  *high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+#else
+  *low = a.lo, *high = a.hi;
+#endif
+}
+}  // namespace detail
 // Sum over lanes, halves folded onto each other: 16 -> 8 -> 4 -> 2 -> 1.
 inline float sum(F16 a) {
-  float v[kLanes];
-  store(v, a);
+  __m256 low, high;
+  detail::halves(a, &low, &high);
+  const __m256 eight = _mm256_add_ps(low, high);
+  __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+  return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+}
+
+// The largest lane, folded the same way; a NaN may be lost.
+inline float max_lane(F16 a) {
+  __m256 low, high;
+  detail::halves(a, &low, &high);
+  const __m256 eight = _mm256_max_ps(low, high);
+  __m128 v = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+  return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
+}
+
+#else
+
+inline float sum(F16 a) {
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
+    for (int i = 0; i < half; ++i) a.v[i] += a.v[i + half];
+  return a.v[0];
 }
 
 inline float max_lane(F16 a) {
-  float v[kLanes];
-  store(v, a);
-  float m = v[0];
-  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  return a.v[0];
 }
+
+#endif
 
 inline void store_bf16(bf16* p, F16 a) {
   float v[kLanes];

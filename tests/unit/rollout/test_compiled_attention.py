@@ -97,3 +97,67 @@ def test_a_cut_row_comes_out_the_same_every_time() -> None:
     first_RV = decoder.forward(row, kv).logits_RV.clone()
     for _ in range(50):
         assert torch.equal(decoder.forward(row, kv).logits_RV, first_RV)
+
+
+def shared_rows(lengths: list[int], *, common: int) -> tuple[Tensor, list[list[int]]]:
+    """Return page tables (S, P) whose sequences share their first ``common`` tokens' full pages, and the
+    positions of the last three rows of each sequence."""
+    shared = TABLE[: common // PAGE_TOKENS]
+    pages_each = -(-max(lengths) // PAGE_TOKENS)
+    tables = torch.zeros(len(lengths), pages_each, dtype=torch.int32)
+    fresh = iter(range(40, 40 + len(lengths) * pages_each))
+    for table, length in zip(tables, lengths, strict=True):
+        own = range(-(-length // PAGE_TOKENS) - len(shared))
+        pages = torch.cat([shared, torch.tensor([next(fresh) for _ in own], dtype=torch.int32)])
+        table[: len(pages)] = pages
+    return tables, [[length - 3, length - 2, length - 1] for length in lengths]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("defines", [(), ("TAILDRAFT_GENERIC",)])
+def test_samples_that_share_a_prompt_come_out_as_each_alone(threads: int, defines: tuple[str, ...]) -> None:
+    policy = policy_of()
+    lengths = [2 * CHUNK + 4, 2 * CHUNK + 40, LENGTH, 2 * CHUNK + 3, LENGTH - 1]
+    tables, positions = shared_rows(lengths, common=2 * CHUNK)
+    tokens = tokens_of(policy.spec)
+    decoder = decoder_of(policy, threads=threads, defines=defines)
+    kv = decoder.new_storage(40 + tables.numel())
+
+    def rows(sequence: int, of: list[int]) -> RowBatch:
+        own_SP = tables[sequence][None]
+        return replace(batch_of((tokens + sequence) % policy.spec.vocab_size, of), page_table_SP=own_SP)
+
+    decoder.forward(rows(0, list(range(2 * CHUNK))), kv)  # the prompt, written once
+    for sequence, length in enumerate(lengths):
+        decoder.forward(rows(sequence, list(range(2 * CHUNK, length))), kv)
+    alone = [
+        torch.cat([decoder.forward(rows(s, [p]), kv).logits_RV.clone() for p in at])
+        for s, at in enumerate(positions)
+    ]
+
+    # All of them at once, the sequences' rows in turns.
+    order = [(s, i) for i in range(3) for s in range(len(lengths))]
+    together = RowBatch(
+        token_ids_M=torch.stack([(tokens[positions[s][i]] + s) % policy.spec.vocab_size for s, i in order]),
+        positions_M=torch.tensor([positions[s][i] for s, i in order], dtype=torch.int32),
+        table_M=torch.tensor([s for s, _ in order], dtype=torch.int32),
+        page_table_SP=tables,
+        head_rows_R=torch.arange(len(order), dtype=torch.int32),
+    )
+    found_RV = decoder.forward(together, kv).logits_RV
+    for row_V, (s, i) in zip(found_RV, order, strict=True):
+        assert torch.equal(row_V, alone[s][i])
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_more_rows_than_a_band_holds_come_out_as_each_alone(window: int | None, threads: int) -> None:
+    policy = policy_of(window=window)
+    tokens = tokens_of(policy.spec)
+    decoder = decoder_of(policy, threads=threads)
+    kv = decoder.new_storage(40)
+    decoder.forward(batch_of(tokens, WHOLE[0]), kv)
+    last = list(range(LENGTH - 20, LENGTH))
+    together_RV = decoder.forward(batch_of(tokens, last), kv).logits_RV.clone()
+    for row_V, position in zip(together_RV, last, strict=True):
+        assert torch.equal(row_V, decoder.forward(batch_of(tokens, [position]), kv).logits_RV[0])

@@ -57,13 +57,9 @@ inline F16 lane_numbers() {
   return simd::load(numbers);
 }
 
-// Keeps the compiler from knowing that what it read through p before still stands there: read anew, a value
-// needs no register meanwhile, and accumulators keep theirs.
-template <class T>
-inline T* anew(T* p) {
-  asm("" : "+r"(p));
-  return p;
-}
+// Keeps the compiler from knowing that what it read from memory still stands there: read anew, a value needs no
+// register meanwhile, and accumulators keep theirs.
+inline void anew() { asm volatile("" ::: "memory"); }
 
 // Scores of U pages from `page` on, for G heads, kChunkKeys apart.
 template <int G, int U>
@@ -78,16 +74,16 @@ inline void score_pages(const float* query, const ChunkKeys& chunk, int page, fl
   const int part = head_dim / U;
   for (int fetched = 0; fetched < U; ++fetched) {
     const simd::bf16* ahead = chunk.ahead[page + fetched];
+#pragma GCC unroll 4
     for (int d = fetched * part; d < (fetched + 1) * part; ++d) {
       for (int line = 0; line < U; line += 2) __builtin_prefetch(ahead + line * kPageTokens);
       ahead += U * kPageTokens;
-      const float* q = query + d;
 #pragma GCC unroll 4
       for (int u = 0; u < U; ++u) {
-        if (G * U > 4) q = anew(q);
+        if (G * U > 4) anew();
         const F16 k = panels::load(keys[u] + d * kPageTokens);
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) acc[g][u] = simd::fma(k, simd::splat(q[g * head_dim]), acc[g][u]);
+        for (int g = 0; g < G; ++g) acc[g][u] = simd::fma(k, simd::splat(query[g * head_dim + d]), acc[g][u]);
       }
     }
   }
@@ -95,24 +91,37 @@ inline void score_pages(const float* query, const ChunkKeys& chunk, int page, fl
     for (int u = 0; u < U; ++u) simd::store(scores + g * kChunkKeys + (page + u) * kPageTokens, acc[g][u]);
 }
 
-// Masks the lanes outside the chunk's positions, replaces scores by exp(score - top), and says top and sum.
+// Masks the lanes outside the chunk's positions, replaces scores by exp(score - top), and says top and sum. The heads
+// go side by side: alone, each would wait for its own sums over lanes.
+template <int G>
 inline void softmax(const ChunkKeys& chunk, float* scores, float* top, float* total) {
   const F16 lanes = lane_numbers(), masked = simd::splat(kMasked);
-  const float kept = static_cast<float>(chunk.last % kPageTokens + 1);
-  simd::store(scores, simd::where_less(lanes, simd::splat(static_cast<float>(chunk.first)), masked, simd::load(scores)));
-  float* last = scores + (chunk.pages - 1) * kPageTokens;
-  simd::store(last, simd::where_less(lanes, simd::splat(kept), simd::load(last), masked));
-  F16 most = masked;
-  for (int p = 0; p < chunk.pages; ++p) most = simd::max(most, simd::load(scores + p * kPageTokens));
-  *top = simd::max_lane(most);
-  most = simd::splat(*top);
-  F16 sum = simd::zero();
-  for (int p = 0; p < chunk.pages; ++p) {
-    const F16 e = vecmath::exp(simd::sub(simd::load(scores + p * kPageTokens), most));
-    simd::store(scores + p * kPageTokens, e);
-    sum = simd::add(sum, e);
+  const F16 first = simd::splat(static_cast<float>(chunk.first));
+  const F16 kept = simd::splat(static_cast<float>(chunk.last % kPageTokens + 1));
+  F16 most[G], sum[G];
+  for (int g = 0; g < G; ++g) {
+    float *begin = scores + g * kChunkKeys, *last = begin + (chunk.pages - 1) * kPageTokens;
+    simd::store(begin, simd::where_less(lanes, first, masked, simd::load(begin)));
+    simd::store(last, simd::where_less(lanes, kept, simd::load(last), masked));
+    most[g] = masked;
   }
-  *total = simd::sum(sum);
+  for (int p = 0; p < chunk.pages; ++p)
+    for (int g = 0; g < G; ++g)
+      most[g] = simd::max(most[g], simd::load(scores + g * kChunkKeys + p * kPageTokens));
+  for (int g = 0; g < G; ++g) {
+    top[g] = simd::max_lane(most[g]);
+    most[g] = simd::splat(top[g]);
+    sum[g] = simd::zero();
+  }
+  for (int p = 0; p < chunk.pages; ++p) {
+    for (int g = 0; g < G; ++g) {
+      float* score = scores + g * kChunkKeys + p * kPageTokens;
+      const F16 e = vecmath::exp(simd::sub(simd::load(score), most[g]));
+      simd::store(score, e);
+      sum[g] = simd::add(sum[g], e);
+    }
+  }
+  for (int g = 0; g < G; ++g) total[g] = simd::sum(sum[g]);
 }
 
 // Adds one page's tokens [begin, end) to dimensions [16 * vector, 16 * (vector + C)) of G heads.
@@ -125,16 +134,16 @@ inline void add_values(const float* weights, const simd::bf16* values, const sim
   for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) acc[g][c] = simd::load(out + g * head_dim + from + c * simd::kLanes);
+#pragma GCC unroll 4
   for (int j = begin; j < end; ++j) {
 #pragma GCC unroll 2
     for (int c = 0; c < C; c += 2) __builtin_prefetch(ahead + j * head_dim + from + c * simd::kLanes);
-    const float* w = weights + j;
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      if (G * C > 4) w = anew(w);
+      if (G * C > 4) anew();
       const F16 v = panels::load(values + j * head_dim + from + c * simd::kLanes);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) acc[g][c] = simd::fma(v, simd::splat(w[g * kChunkKeys]), acc[g][c]);
+      for (int g = 0; g < G; ++g) acc[g][c] = simd::fma(v, simd::splat(weights[g * kChunkKeys + j]), acc[g][c]);
     }
   }
 #pragma GCC unroll 4
@@ -169,7 +178,7 @@ inline void heads(const float* query, const ChunkKeys& chunk, float* values, flo
   int page = 0;
   for (; page + kPages <= chunk.pages; page += kPages) score_pages<G, kPages>(query, chunk, page, scores);
   for (; page < chunk.pages; ++page) score_pages<G, 1>(query, chunk, page, scores);
-  for (int g = 0; g < G; ++g) softmax(chunk, scores + g * kChunkKeys, top + g, total + g);
+  softmax<G>(chunk, scores, top, total);
   weigh<G>(chunk, scores, values);
 }
 

@@ -136,7 +136,8 @@ class Decoder {
     if (layers_[0].attention_out_norm) branch_.reserve(rows, model_.hidden);
     const HeadShape shape{model_.kv_heads, model_.query_heads / model_.kv_heads, model_.head_dim};
     attention_.plan(shape, call.rows, team_->size(), [&](int m) {
-      return RowKeys{pages_of(call, m), first_key(call.positions[m]), call.positions[m]};
+      const int position = call.positions[m];
+      return RowKeys{pages_of(call, m), first_key(position), position, call.row_loop ? call.row_loop[m] : 0};
     });
   }
 
