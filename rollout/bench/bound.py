@@ -21,28 +21,64 @@ class Peaks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """The least seconds some work can take on a machine, by what limits it."""
+class PhaseBounds:
+    """The least seconds of one kind of work: moving and computing may overlap whole."""
 
     bytes_s: float
     flops_s: float
 
     @property
     def seconds(self) -> float:
-        """The larger of the two: moving and computing may overlap whole."""
+        """The larger of the two."""
         return max(self.bytes_s, self.flops_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The least seconds some forwards can take on a machine.
+
+    Layer by layer, linears wait for attention and attention for linears, and no cache holds what one of them
+    could fetch while the other computes. So their times add up: at large batches linears are bound by
+    arithmetic and attention, which does few operations with every byte, still by memory.
+    """
+
+    linears: PhaseBounds
+    attention: PhaseBounds
+
+    @property
+    def bytes_s(self) -> float:
+        """Seconds of moving everything."""
+        return self.linears.bytes_s + self.attention.bytes_s
+
+    @property
+    def flops_s(self) -> float:
+        """Seconds of computing everything."""
+        return self.linears.flops_s + self.attention.flops_s
+
+    @property
+    def seconds(self) -> float:
+        """One after the other."""
+        return self.linears.seconds + self.attention.seconds
 
     @property
     def bound_by(self) -> Literal["bytes", "flops"]:
-        """What limits it."""
-        return "bytes" if self.bytes_s >= self.flops_s else "flops"
+        """What limits most of it."""
+        moving_s = sum(p.seconds for p in (self.linears, self.attention) if p.bytes_s >= p.flops_s)
+        return "bytes" if moving_s >= self.seconds / 2 else "flops"
 
     def at(self, peaks: Peaks, *, computed_at: Peaks) -> "Bounds":
         """Return the bounds of the same work at other peaks than it was computed at."""
         return Bounds(
-            bytes_s=self.bytes_s * computed_at.read_bytes_per_s / peaks.read_bytes_per_s,
-            flops_s=self.flops_s * computed_at.flops_per_s / peaks.flops_per_s,
+            linears=_moved(self.linears, peaks, computed_at),
+            attention=_moved(self.attention, peaks, computed_at),
         )
+
+
+def _moved(phase: PhaseBounds, peaks: Peaks, computed_at: Peaks) -> PhaseBounds:
+    return PhaseBounds(
+        bytes_s=phase.bytes_s * computed_at.read_bytes_per_s / peaks.read_bytes_per_s,
+        flops_s=phase.flops_s * computed_at.flops_per_s / peaks.flops_per_s,
+    )
 
 
 def bounds(
@@ -59,9 +95,16 @@ def bounds(
     Weights are read once a forward. ``read_tokens`` is the context read: rows of one sequence share it.
     ``context_tokens`` counts it once per row: each row computes its own attention.
     """
-    moved = forwards * shape.weight_bytes + shape.kv_bytes_per_token * read_tokens
-    maths = shape.flops_per_row * rows + shape.flops_per_context_token * context_tokens
-    return Bounds(bytes_s=moved / peaks.read_bytes_per_s, flops_s=maths / peaks.flops_per_s)
+    return Bounds(
+        linears=PhaseBounds(
+            bytes_s=forwards * shape.weight_bytes / peaks.read_bytes_per_s,
+            flops_s=shape.flops_per_row * rows / peaks.flops_per_s,
+        ),
+        attention=PhaseBounds(
+            bytes_s=shape.kv_bytes_per_token * read_tokens / peaks.read_bytes_per_s,
+            flops_s=shape.flops_per_context_token * context_tokens / peaks.flops_per_s,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controller.types import PartShape
-from rollout.bench.bound import Bounds, Peaks, bounds
+from rollout.bench.bound import Peaks, bounds
 from rollout.bench.cliffs import SpeedPoint, find_cliffs
 from rollout.bench.cost_ratio import CostClaim, CostRatio
 from rollout.bench.prompts import PROMPTS, long_prompts
@@ -32,6 +32,8 @@ SHAPE = PartShape(
     flops_per_context_token=4.0,
 )
 PEAKS = Peaks(read_bytes_per_s=100.0, flops_per_s=200.0)
+FAST = Peaks(read_bytes_per_s=1e6, flops_per_s=1e6)
+"""At these, moving the weights and 700 tokens takes 8 ms."""
 
 
 # ---- bounds ---------------------------------------------------------------------------------------
@@ -41,6 +43,14 @@ def test_weights_are_read_once_a_forward_and_a_sequences_context_once_for_its_ro
     least = bounds(SHAPE, PEAKS, rows=6, read_tokens=50, context_tokens=300)
     assert (least.bytes_s, least.flops_s) == ((1000 + 10 * 50) / 100, (400 * 6 + 4 * 300) / 200)
     assert (least.seconds, least.bound_by) == (18.0, "flops")
+
+
+def test_attention_and_linears_follow_each_other_each_at_its_own_bound() -> None:
+    """Linears compute for 12 s and move for 10 s; attention moves for 30 s and computes for 6 s."""
+    least = bounds(SHAPE, PEAKS, rows=6, read_tokens=300, context_tokens=300)
+    assert (least.linears.seconds, least.attention.seconds) == (12.0, 30.0)
+    assert (least.seconds, least.bound_by) == (42.0, "bytes")
+    assert (least.bytes_s, least.flops_s) == (40.0, 18.0)
 
 
 def test_several_forwards_read_the_weights_several_times() -> None:
@@ -143,7 +153,7 @@ def visit() -> Visit:
     seconds = {PLAIN: [0.010, 0.010, 0.014], DRAFT: [0.004], six: [0.012]}
     return Visit(
         timings={kind: Timings(seconds=s, rows=1.0, verify_s=s) for kind, s in seconds.items()},
-        bounds={kind: Bounds(bytes_s=0.008, flops_s=0.009) for kind in seconds},
+        bounds=dict.fromkeys(seconds, bounds(SHAPE, FAST, rows=9, read_tokens=700, context_tokens=0)),
         peaks=PEAKS,
         choosing_s={PLAIN: 0.0005, six: 0.001},
     )
