@@ -15,9 +15,11 @@ namespace forward {
 // Pieces each member should find at least, so that none waits long for the last one to end.
 constexpr int kPiecesPerMember = 8;
 
-// Rows that share what is read: with more, keys and values would be read a little less often, and what is known of
-// the rows between two chunks would no longer stay in a second-level cache.
+// Rows of a band at most. With more, keys and values would be read a little less often, but what is known of the rows
+// between two chunks would no longer stay in a second-level cache. Where there are rows for all members without it,
+// bands are smaller: a cut band has to keep what every unit makes of every row.
 constexpr int kBandRows = 16;
+constexpr int kLeastBandRows = 8;
 
 // Keys that a row reads: positions first to last of its own page table. Rows of different `planes` have nothing in
 // common, whatever their pages.
@@ -80,9 +82,10 @@ class AttentionPlan {
     readers_.clear(), stretches_.clear(), bands_.clear(), pieces_.clear();
     for (int m = 0; m < rows; ++m) readers_.push_back({keys_of(m), m, 0});
     std::sort(readers_.begin(), readers_.end(), before);
+    const int most = std::clamp(rows / (members * kPiecesPerMember), kLeastBandRows, kBandRows);
     for (int begin = 0, end; begin < rows; begin = end) {
-      const int most = std::min(rows, begin + kBandRows);
-      for (end = begin + 1; end < most && share(readers_[begin], readers_[end], readers_[begin].first_chunk());) ++end;
+      const int last = std::min(rows, begin + most);
+      for (end = begin + 1; end < last && share(readers_[begin], readers_[end], readers_[begin].first_chunk());) ++end;
       Band band{begin, end, static_cast<int>(stretches_.size()), 0, -1, 1};
       walk(begin, end, readers_[begin].first_chunk());
       band.units = (static_cast<int>(stretches_.size()) - band.first_stretch) * heads;

@@ -141,15 +141,17 @@ class AttentionWork {
     // A reader alone fetches a little ahead of itself, its last pages for the unit that comes next. Of several the
     // last one does, for it has all it needs at hand, and fetches the next unit whole.
     const bool last = r + 1 == unit.stretch->end, alone = unit.stretch->end - unit.stretch->begin == 1;
-    const int own = !last ? found.pages : alone ? std::max(0, found.pages - kPagesAhead) : 0;
-    for (int i = 0; i < own; ++i) found.ahead[i] = found.page[std::min(i + kPagesAhead, found.pages - 1)];
+    const int of_its_own = !last ? found.pages : alone ? std::max(0, found.pages - kPagesAhead) : 0;
+    for (int i = 0; i < of_its_own; ++i) found.ahead[i] = found.page[std::min(i + kPagesAhead, found.pages - 1)];
     if (!last) return found;
     const Unit next = plan_.unit_after(band, number);
     const Reader& other = plan_.readers()[next.stretch->begin];
     const Span after = other.pages_of(next.stretch->chunk);
     const int next_plane = plane_of(other.row);
-    for (int i = own; i < found.pages; ++i)
-      found.ahead[i] = kv.keys(next_plane, other.keys.table[std::min(after.begin + i - own, after.end - 1)], next.head);
+    for (int i = of_its_own; i < found.pages; ++i) {
+      const int page = std::min(after.begin + i - of_its_own, after.end - 1);
+      found.ahead[i] = kv.keys(next_plane, other.keys.table[page], next.head);
+    }
     return found;
   }
 
