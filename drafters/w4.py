@@ -85,19 +85,15 @@ class W4Drafter:
                 self._shared_bytes = 2 * weight.out_features * weight.in_features
             else:
                 self._rebuild_linear(weight, kernel)
-            if weight.name == HEAD and self._has_screen(view, kernel):
+            if weight.name == HEAD and self._has_screen(view):
                 self._rebuild_linear(weight, kernel, name=SCREEN)
         return view.with_linears(self.linears)
 
-    def _has_screen(self, view: PolicyView, kernel: Kernel) -> bool:
+    def _has_screen(self, view: PolicyView) -> bool:
         wanted = self._config.w4_screen
-        if wanted == "on" and kernel != "compiled":
-            raise DraftError(
-                f"drafter.w4_screen=on needs the compiled decoder; this engine drafts with {kernel}"
-            )
-        return wanted == "on" or (
-            wanted == "auto" and kernel == "compiled" and view.vocab_size >= SCREENED_VOCAB
-        )
+        if wanted == "on" and not view.compiled:
+            raise DraftError("build refused: drafter.w4_screen=on needs the compiled decoder, this is not it")
+        return wanted == "on" or (wanted == "auto" and view.compiled and view.vocab_size >= SCREENED_VOCAB)
 
     def _rebuild_linear(self, weight: LinearWeight, kernel: Kernel, *, name: str | None = None) -> None:
         """Rebuild the linear of this weight, or the one called ``name`` from the same weight."""
