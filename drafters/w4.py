@@ -2,7 +2,9 @@
 
 A draft pass writes provisional keys and values beyond the frontier, which verification rewrites, so nothing
 is prefilled and nothing is kept between rounds. Embeddings, norms and biases are the policy's own; the head
-is kept in 8 or 16 bits, because a 4-bit head costs far more acceptance than it saves.
+is kept in 8 or 16 bits, because a 4-bit head costs far more acceptance than it saves. In the compiled decoder
+a 4-bit head beside it, the screen, ranks all tokens, and the head looks at the few that lead, which costs
+next to none.
 """
 
 import logging

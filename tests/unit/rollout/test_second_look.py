@@ -26,7 +26,7 @@ LOOK = ctypes.CFUNCTYPE(
     ctypes.c_int32,
     ctypes.POINTER(ctypes.c_float),
 )
-TEMPERATURES = (0.0, 0.3, 1.0, 1.0, 1.7)
+TEMPERATURES = (0.0, 1e-7, 0.3, 1.0, 1.7)
 
 
 def target_rows() -> list[TargetRow]:

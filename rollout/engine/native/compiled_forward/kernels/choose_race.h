@@ -44,8 +44,9 @@ inline uint32_t hash_block(uint64_t key, int32_t first, uint32_t* hashes) {
 // / 2^32, and the bits of a float, read as a number, are a line through the powers of two under its logarithm.
 // What stands past `n` has no score.
 inline void bound_block(const Race& race, int first, int n, const uint32_t* hashes, float* bounds) {
-  constexpr float kLn2 = 0.693147181f, kRounding = 1e-3f;
-  const float highest = static_cast<float>(race.highest), inverse_t = inverse_of(race.t);
+  // For what float rounds: of noise as a number, of the distance from the highest as a share.
+  constexpr float kLn2 = 0.693147181f, kRounding = 1e-3f, kShare = 1.0f - 1e-6f;
+  const float highest = static_cast<float>(race.highest), inverse_t = inverse_of(race.t) * kShare;
   float x[kBlock];
   std::copy(race.x + first, race.x + first + n, x);
   std::fill(x + n, x + kBlock, kLowest);
