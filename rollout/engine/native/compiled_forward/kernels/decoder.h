@@ -27,9 +27,6 @@ constexpr int kAloneRows = 4;
 constexpr int kPanelsDealt = 4;
 constexpr int kHeadPanelsDealt = 32;
 
-// Panels of the head that are on their way while one is looked at again.
-constexpr int kFetchedAhead = 2;
-
 struct Rows {
   Buffer<float> floats;
   size_t stride = 0;
@@ -96,9 +93,7 @@ class Decoder {
     const Input in{{own.normed.row(row), own.normed.stride},
                    {own.codes.q.get() + r * int4::padded(w.k), own.codes.scale.get() + r * blocks,
                     own.codes.scaled_sum.get() + r * blocks, w.k}};
-    for (int i = 0; i < count && i < kFetchedAhead; ++i) fetch_panel(w, tokens[i] / panels::kColumns);
     for (int i = 0; i < count; ++i) {
-      if (i + kFetchedAhead < count) fetch_panel(w, tokens[i + kFetchedAhead] / panels::kColumns);
       const int panel = tokens[i] / panels::kColumns;
       apply(w, panel, panel + 1, in, 1, [&](int, int, F16 y) {
         float lanes[simd::kLanes];

@@ -20,16 +20,6 @@ struct Linear {
   int panels() const { return panels::count(n); }
 };
 
-// Asks for a panel that is about to be read: few panels here and there come at the speed of memory only if several
-// are on their way at a time.
-inline void fetch_panel(const Linear& w, int panel) {
-  const size_t bytes = w.bits == 4   ? int4::panel_bytes4(w.k)
-                       : w.bits == 8 ? int4::panel_bytes8(w.k)
-                                     : static_cast<size_t>(w.k) * panels::kColumns * sizeof(simd::bf16);
-  const char* from = static_cast<const char*>(w.data) + panel * bytes;
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-}
-
 // The input rows of a linear: floats always, and their 8-bit form where the linear is quantized.
 struct Input {
   bf16::Activations floats;
