@@ -16,6 +16,12 @@ class DrafterConfig:
     """Weights along the in features that share a 4-bit scale; a multiple of 32."""
 
     w4_head_bits: Literal[8, 16] = 8
+    w4_screen: Literal["auto", "on", "off"] = "auto"
+    """Whether a 4-bit copy of the head ranks all tokens, so that the head looks at the first few only. Takes
+    the memory of that copy; drafts stay what they were but for one in thousands. ``auto``: in the compiled
+    decoder, from 8192 tokens on. Passes of requests with penalties, bias, bans or filters, and those of
+    ``verify=block|token``, do without."""
+
     w4_kernel: Literal["auto", "compiled", "aten", "torch"] = "auto"
     """``compiled`` runs inside the compiled decoder; ``aten`` is torch's int4pack; ``torch`` the oracle."""
 

@@ -24,6 +24,7 @@ class HistoryDrafter:
 
     name = "history"
     weight_bytes = 0
+    held_bytes = 0
     switch_tokens_per_sequence = 0
     model: DraftModel | None = None
     """It runs none."""

@@ -18,6 +18,7 @@ HEAD = "head"
 class ShallowLoopDrafter:
     """Implements ``Drafter`` with the first ``depth`` loops of the live policy."""
 
+    held_bytes = 0
     switch_tokens_per_sequence = 0
     """It reads the policy's KV, so a sequence can switch to it at any round."""
 

@@ -53,6 +53,7 @@ class _Quiet:
 
     name: str
     weight_bytes = 0
+    held_bytes = 0
     switch_tokens_per_sequence = 0
     model: DraftModel | None = None
 

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+SCREEN = "screen"
+"""Name of a head in fewer bits beside the head: it ranks all tokens, and the head looks at the first few."""
+
 
 class DraftError(Exception):
     """A drafter could not propose. The sequences concerned decode plainly this round: as exact."""
@@ -144,7 +147,10 @@ class PolicyView(Protocol):
         ...
 
     def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> DraftModel:
-        """Return a forward in which ``linears``, by name, replace the policy's own; others stay shared."""
+        """Return a forward in which ``linears``, by name, replace the policy's own; others stay shared.
+
+        One named ``SCREEN`` replaces nothing; only a compiled engine takes it.
+        """
         ...
 
     def shallow(self, depth: int) -> DraftModel:
@@ -175,6 +181,11 @@ class Drafter(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes one draft pass reads; 0 when it runs no model."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights it keeps beside the policy's; 0 when it runs no model, or the policy's own."""
         ...
 
     @property

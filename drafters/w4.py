@@ -2,7 +2,9 @@
 
 A draft pass writes provisional keys and values beyond the frontier, which verification rewrites, so nothing
 is prefilled and nothing is kept between rounds. Embeddings, norms and biases are the policy's own; the head
-is kept in 8 or 16 bits, because a 4-bit head costs far more acceptance than it saves.
+is kept in 8 or 16 bits, because a 4-bit head costs far more acceptance than it saves. In the compiled decoder
+a 4-bit head beside it, the screen, ranks all tokens, and the head looks at the few that lead, which costs
+next to none.
 """
 
 import logging
@@ -13,11 +15,22 @@ import torch
 from drafters.config import DrafterConfig
 from drafters.int4.linears import Bits, Kernel, RebuildableLinear, build_linear
 from drafters.passes import draft_by_passes
-from drafters.types import DraftError, DraftModel, DraftRequest, LinearWeight, PolicyView, Proposal
+from drafters.types import (
+    SCREEN,
+    DraftError,
+    DraftModel,
+    DraftRequest,
+    LinearWeight,
+    PolicyView,
+    Proposal,
+)
 
 log = logging.getLogger(__name__)
 
 HEAD = "head"
+
+SCREENED_VOCAB = 8192
+"""From so many tokens on a head is worth a screen: of a smaller one, the few looked at are a large part."""
 
 
 class W4Drafter:
@@ -40,11 +53,19 @@ class W4Drafter:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes one draft pass reads, a looped body once per loop; 0 before the first build."""
+        """Bytes one draft pass reads, a looped body once per loop; 0 before the first build.
+
+        Of a head with a screen that is the screen: all of the head is read by few requests' passes alone.
+        """
         loops = 1 if self._view is None else self._view.loops
-        body = sum(linear.weight_bytes for name, linear in self.linears.items() if name != HEAD)
+        body = sum(linear.weight_bytes for name, linear in self.linears.items() if name not in (HEAD, SCREEN))
         head = self.linears[HEAD].weight_bytes if HEAD in self.linears else self._shared_bytes
-        return loops * body + head
+        return loops * body + (self.linears[SCREEN].weight_bytes if SCREEN in self.linears else head)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its linears, each once."""
+        return sum(linear.weight_bytes for linear in self.linears.values())
 
     def rebuild(self, view: PolicyView) -> None:
         """Round every linear of the live policy into the same buffers. Raises ``DraftError``.
@@ -66,15 +87,25 @@ class W4Drafter:
                 self._shared_bytes = 2 * weight.out_features * weight.in_features
             else:
                 self._rebuild_linear(weight, kernel)
+            if weight.name == HEAD and self._has_screen(view):
+                self._rebuild_linear(weight, kernel, name=SCREEN)
         return view.with_linears(self.linears)
 
-    def _rebuild_linear(self, weight: LinearWeight, kernel: Kernel) -> None:
-        linear = self.linears.get(weight.name)
+    def _has_screen(self, view: PolicyView) -> bool:
+        wanted = self._config.w4_screen
+        if wanted == "on" and not view.compiled:
+            raise DraftError("build refused: drafter.w4_screen=on needs the compiled decoder, this is not it")
+        return wanted == "on" or (wanted == "auto" and view.compiled and view.vocab_size >= SCREENED_VOCAB)
+
+    def _rebuild_linear(self, weight: LinearWeight, kernel: Kernel, *, name: str | None = None) -> None:
+        """Rebuild the linear of this weight, or the one called ``name`` from the same weight."""
+        name = name or weight.name
+        linear = self.linears.get(name)
         if linear is None:
-            bits: Bits = 8 if weight.name == HEAD else 4
-            self.linears[weight.name] = build_linear(kernel, weight, bits=bits, group=self._config.w4_group)
+            bits: Bits = 8 if name == HEAD else 4
+            self.linears[name] = build_linear(kernel, weight, bits=bits, group=self._config.w4_group)
         elif (linear.out_features, linear.in_features) != (weight.out_features, weight.in_features):
-            raise DraftError(f"build refused: {weight.name} changed its shape")
+            raise DraftError(f"build refused: {name} changed its shape")
         else:
             linear.rebuild(weight)
 

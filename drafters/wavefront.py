@@ -17,6 +17,7 @@ class WavefrontDrafter:
     """Implements ``Drafter`` for an engine whose passes take rows of different depth one loop further."""
 
     name = WAVEFRONT
+    held_bytes = 0
     switch_tokens_per_sequence = 0
     model: DraftModel | None = None
     """It runs none of its own."""

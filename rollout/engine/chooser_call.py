@@ -27,6 +27,16 @@ MASK_64 = (1 << 64) - 1
 _MAX_TOP_K = (1 << 31) - 1
 
 
+class SecondStruct(ctypes.Structure):
+    """``choose::Second``."""
+
+    _fields_: ClassVar = [
+        ("look", ctypes.c_void_p),
+        ("self", ctypes.c_void_p),
+        ("tokens", ctypes.c_int32),
+    ]
+
+
 class CallStruct(ctypes.Structure):
     """``choose::Call``."""
 
@@ -51,6 +61,7 @@ class CallStruct(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
         ("mode", ctypes.c_int32),
+        ("second", SecondStruct),
     ]
 
 

@@ -166,6 +166,7 @@ class ForcedDrafter:
 
     switch_tokens_per_sequence = 0
     weight_bytes = 2
+    held_bytes = 0
     max_gamma = 8
 
     def __init__(

@@ -408,7 +408,7 @@ class NativeEngine:
         models = [d.model.decoder for d in drafters if isinstance(d.model, NativeDraftModel)]
         return EngineMemory(
             weights=self._decoder.weight_bytes,
-            drafters=sum(d.weight_bytes for d in drafters),
+            drafters=sum(d.held_bytes for d in drafters),
             kv_used=(pool.total - pool.free) * storage.bytes_per_page,
             scratch=self._decoder.scratch_bytes + sum(m.scratch_bytes for m in models),
         )

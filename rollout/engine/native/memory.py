@@ -11,8 +11,7 @@ class EngineMemory:
     """The policy's, each kept once."""
 
     drafters: int
-    """What drafters' passes read. What they share with the policy (a head, the loops of a looped policy) is
-    counted with both."""
+    """Weights that drafters keep beside the policy's."""
 
     kv_used: int
     """Pages that hold something now. The pool may be larger; a page takes memory once it is written."""

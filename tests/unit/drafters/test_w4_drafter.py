@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.config import DrafterConfig
 from drafters.int4.linears import build_linear
 from drafters.types import DraftError, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
-from drafters.w4 import W4Drafter
+from drafters.w4 import SCREENED_VOCAB, W4Drafter
 
 VOCAB, HIDDEN = 48, 32
 
@@ -218,6 +218,40 @@ def test_a_head_of_16_bits_stays_the_policys_own_and_its_bytes_still_count() -> 
     looped.loops = 3
     thrice = built(looped, w4_kernel="compiled", w4_head_bits=8)
     assert thrice.weight_bytes == 3 * body + eight.linears["head"].weight_bytes
+
+
+def test_a_screen_is_a_head_of_4_bits_that_follows_the_policy_in_its_buffers() -> None:
+    view = SmallPolicy(version=0, compiled=True)
+    with_one, without = built(view, w4_screen="on"), built(view)
+    assert set(with_one.linears) - set(without.linears) == {"screen"}
+    screen, head = with_one.linears["screen"], with_one.linears["head"]
+    assert (screen.bits, screen.out_features, screen.in_features) == (4, VOCAB, HIDDEN)
+    assert with_one.weight_bytes == without.weight_bytes - head.weight_bytes + screen.weight_bytes
+    assert with_one.held_bytes == without.held_bytes + screen.weight_bytes
+    with_one.rebuild(SmallPolicy(version=1, seed=3, compiled=True))
+    assert with_one.linears["screen"] is screen
+    fresh = built(SmallPolicy(version=1, seed=3, compiled=True), w4_screen="on").linears["screen"]
+    x = torch.eye(HIDDEN)
+    assert torch.equal(screen.apply(x), fresh.apply(x))
+
+
+def test_a_screen_is_taken_by_itself_for_large_vocabularies_in_the_compiled_decoder_alone() -> None:
+    def has_screen(view: SmallPolicy, **settings: object) -> bool:
+        return "screen" in built(view, **settings).linears
+
+    def large(*, compiled: bool) -> SmallPolicy:
+        view = SmallPolicy(version=0, compiled=compiled)
+        view.vocab_size = SCREENED_VOCAB
+        return view
+
+    assert has_screen(large(compiled=True))
+    assert not has_screen(large(compiled=True), w4_screen="off")
+    assert not has_screen(large(compiled=False))
+    assert not has_screen(SmallPolicy(version=0, compiled=True))
+    with pytest.raises(DraftError, match="w4_screen=on needs the compiled decoder"):
+        has_screen(large(compiled=False), w4_screen="on")
+    with pytest.raises(ValueError, match=r"drafter\.w4_screen must be one of"):
+        DrafterConfig(w4_screen="maybe")  # type: ignore[arg-type]
 
 
 def test_auto_takes_the_compiled_kernel_where_the_engine_is_compiled() -> None:

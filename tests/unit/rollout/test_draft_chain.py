@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from drafters.registry import build
 from drafters.types import DraftChain, DraftError, DraftModel, DraftRequest, DraftStep, Proposal
 from rollout.config import EngineConfig
 from rollout.engine.native.compiled_forward.decoder import CompiledKV, compiled_unavailable
+from rollout.engine.native.drafts import view
+from rollout.engine.native.drafts.draft_chain import run_chain
 from rollout.engine.native.drafts.view import NativeDraftModel
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.work import draft_request
@@ -28,6 +31,7 @@ NAMES = ("w4", "shallow_loop_1", "shallow_loop_3")
 VOCAB = 48
 UNEDITED = tuple(p for p in MIXED_PARAMS if not (p.has_penalties or p.logit_bias or p.min_tokens))
 EDITED = tuple(p for p in MIXED_PARAMS if p not in UNEDITED)
+UNFILTERED = tuple(p for p in UNEDITED if not p.has_filters)
 GAMMAS = (3, 0, 5, 1, 5, 2)
 
 
@@ -44,10 +48,12 @@ class PassByPass:
         return self.inner.step(requests, drafts)
 
 
-def engine_of(*, threads: int = 1, verify: str = "coupled", context: int = 128) -> NativeEngine:
+def engine_of(
+    *, threads: int = 1, verify: str = "coupled", context: int = 128, vocab: int = VOCAB, **settings: object
+) -> NativeEngine:
     return tiny_engine(
-        tiny_looped_policy(),
-        [build(name, DrafterConfig()) for name in NAMES],
+        tiny_looped_policy(vocab=vocab),
+        [build(name, DrafterConfig(**settings)) for name in NAMES],  # type: ignore[arg-type]
         compiled=True,
         threads=threads,
         config=EngineConfig(max_batch=8, max_context_tokens=context, verify=verify),  # type: ignore[arg-type]
@@ -92,7 +98,8 @@ def drafts_of(engine: NativeEngine, model: DraftModel, requests: Sequence[DraftR
     storage, states = engine._state.storage, engine._state.draft_states
     assert isinstance(storage, CompiledKV)
     before = storage.data.clone()
-    proposal = draft_by_passes("it", model, requests, max_gamma=8, vocab_size=VOCAB)
+    vocab = engine._decoder.spec.vocab_size
+    proposal = draft_by_passes("it", model, requests, max_gamma=8, vocab_size=vocab)
     left: dict[int, tuple[int, list[list[float]]]] = {}
     for request, tokens in zip(requests, proposal.tokens, strict=True):
         fed = [request.tokens[-1], *tokens]
@@ -159,6 +166,70 @@ def test_whole_rollouts_are_drafted_by_chains_alone(name: str) -> None:
     plain = run_engine(engine_of(), requests, ar_plan)
     assert {k: c.token_ids for k, c in done.items()} == {k: c.token_ids for k, c in plain.items()}
     assert sum(c.provenance.accepted for c in done.values() if c.provenance) > 0
+
+
+# ---- a head with a screen ------------------------------------------------------------------------
+
+
+def looking_at(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(view, "run_chain", partial(run_chain, shortlist=tokens))
+
+
+@pytest.mark.parametrize("head_bits", [8, 16])
+def test_a_head_that_looks_at_every_token_chooses_as_without_a_screen(
+    monkeypatch: pytest.MonkeyPatch, head_bits: int
+) -> None:
+    """However wrong the screen may be, the head decides among what it is shown."""
+    looking_at(monkeypatch, VOCAB)
+    engine = engine_of(threads=2, w4_screen="on", w4_head_bits=head_bits)
+    assert model_of(engine, "w4").decoder.screens  # type: ignore[attr-defined]
+    assert not model_of(engine, "shallow_loop_1").decoder.screens  # type: ignore[attr-defined]
+    with decoding(engine, UNFILTERED) as requests:
+        assert_same(*both(engine, "w4", requests))
+
+
+@pytest.mark.parametrize("params", [UNEDITED, EDITED], ids=["filters", "edits"])
+def test_filters_and_edits_need_all_of_the_head(
+    monkeypatch: pytest.MonkeyPatch, params: tuple[SamplingParams, ...]
+) -> None:
+    looking_at(monkeypatch, 1)  # what it would choose is almost never the head's choice
+    engine = engine_of(w4_screen="on")
+    with decoding(engine, params) as requests:
+        assert_same(*both(engine, "w4", requests))
+
+
+def test_a_short_list_holds_what_the_head_would_choose_but_for_few() -> None:
+    engine = engine_of(vocab=2000, w4_screen="on")
+    with decoding(engine, UNFILTERED) as requests:
+        chain, steps = both(engine, "w4", requests)
+    pairs = zip(chain.proposal.tokens, steps.proposal.tokens, strict=True)
+    same = [a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
+    assert len(same) == sum(GAMMAS)
+    assert sum(same) >= 0.9 * len(same)
+
+
+def test_rollouts_drafted_through_a_screen_are_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking_at(monkeypatch, 2)
+    engine = engine_of(threads=2, w4_screen="on")
+    requests = requests_for(vocab=VOCAB, prompts=6, params=UNEDITED, seed=2)
+    done = run_engine(engine, requests, fixed_plan("w4", 4))
+    plain = run_engine(engine_of(), requests, ar_plan)
+    assert {k: c.token_ids for k, c in done.items()} == {k: c.token_ids for k, c in plain.items()}
+    assert sum(c.provenance.accepted for c in done.values() if c.provenance) > 0
+
+
+@pytest.mark.parametrize("verify", ["block", "token"])
+def test_drafts_whose_distribution_counts_are_drawn_from_the_head_alone(verify: str) -> None:
+    proposals = []
+    for screen in ("on", "off"):
+        engine = engine_of(verify=verify, w4_screen=screen)
+        with decoding(engine) as requests:
+            proposals.append(drafts_of(engine, model_of(engine, "w4"), requests).proposal)
+    screened, plain = proposals
+    assert screened.tokens == plain.tokens
+    assert screened.probs is not None
+    assert plain.probs is not None
+    assert all(torch.equal(a, b) for a, b in zip(screened.probs, plain.probs, strict=True))
 
 
 # ---- where it says no ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from controller.types import ForwardSeconds
 from drafters.int4.memory import lazy_bytes
-from drafters.types import LinearWeight, QuantizedLinear
+from drafters.types import SCREEN, LinearWeight, QuantizedLinear
 from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.compiled_forward.scratch import RowBuffer
 from rollout.engine.native.compiled_forward.weights import PANEL, PackedCodes, Weights, checked_linear
@@ -126,6 +126,11 @@ class CompiledDecoder:
         """Memory of the hidden states and logits of the widest forward so far."""
         return self._hidden.nbytes + self._logits.nbytes
 
+    @property
+    def screens(self) -> bool:
+        """Whether there is a screen: a head in fewer bits that says where the head need look."""
+        return SCREEN in self._quantized
+
     def description(self) -> str:
         """Return what the numerics of this build depend on: a part of the numerics fingerprint."""
         name: bytes = self._library.taildraft_isa()
@@ -151,12 +156,14 @@ class CompiledDecoder:
 
     def with_linears(self, linears: Mapping[str, QuantizedLinear]) -> "CompiledDecoder":
         """Return a decoder with these linears, 4 or 8 bits packed for ``linear_int4.h``; those not named, and
-        all else, threads included, are shared with this one. Raises ``ValueError``."""
+        all else, threads included, are shared with this one. One named ``screen`` stands beside the head.
+        Raises ``ValueError``."""
         quantized = {}
         for name, linear in linears.items():
-            if name not in self._weights.linears:
+            own = "head" if name == SCREEN else name
+            if own not in self._weights.linears:
                 raise ValueError(f"there is no linear {name!r} to replace")
-            quantized[name] = checked_linear(linear, self._weights.linears[name])
+            quantized[name] = checked_linear(linear, self._weights.linears[own])
         other = copy.copy(self)
         other._quantized = {**self._quantized, **quantized}
         other._attach()
@@ -395,12 +402,14 @@ class CompiledDecoder:
             final_norm=weights.final_norm_D.data_ptr(),
             layer=layers,
             head=self._linear("head"),
+            screen=self._linear("head", stored=SCREEN) if self.screens else abi.LinearStruct(),
         )
         return model, layers
 
-    def _linear(self, name: str) -> abi.LinearStruct:
+    def _linear(self, name: str, *, stored: str | None = None) -> abi.LinearStruct:
+        """Return a linear of the policy's shape, replaced by what is stored under ``stored`` or its name."""
         own = self._weights.linears[name]
-        quantized = self._quantized.get(name)
+        quantized = self._quantized.get(stored or name)
         if quantized is None:
             data, bits, scale = own.panels, 16, None
         else:

@@ -25,12 +25,14 @@ struct Model {
   const float* final_norm;
   const Layer* layer;
   Linear head;
+  Linear screen;  // the head once more in fewer bits, or none (data is null)
 };
 
 // One forward, or a part of one. Shapes as in rows.py: M rows, S tables of P pages, R head rows.
 struct Call {
   int32_t rows, head_rows, tables, table_pages;
   int32_t loop_begin, loop_end;  // empty: no block
+  int32_t screened;              // 1: the logits are the screen's
   const int32_t* row_loop;       // null, or each row's own loop, in a call of one
   const int32_t* tokens;         // null: `hidden` is the input; with row_loop it is, but for rows of loop 0
   const int32_t *positions, *table, *page_table, *head_index;

@@ -82,6 +82,7 @@ class ModelStruct(ctypes.Structure):
         ("final_norm", c_void_p),
         ("layer", POINTER(LayerStruct)),
         ("head", LinearStruct),
+        ("screen", LinearStruct),
     ]
 
 
@@ -95,6 +96,7 @@ class CallStruct(ctypes.Structure):
         ("table_pages", c_int32),
         ("loop_begin", c_int32),
         ("loop_end", c_int32),
+        ("screened", c_int32),
         ("row_loop", c_void_p),
         ("tokens", c_void_p),
         ("positions", c_void_p),
@@ -141,6 +143,7 @@ class ChainStruct(ctypes.Structure):
         ("finite", c_void_p),
         ("phase_s", c_void_p),
         ("choose_s", c_double),
+        ("shortlist", c_int32),
         ("keep_states", c_int32),
         ("forwards", c_int32),
         ("passes", c_int32),

@@ -21,6 +21,7 @@ struct Call {
   uint8_t* finite;        // (M), of the last pass
   double* phase_s;        // out, by phases::Phase, of all passes
   double choose_s;        // out
+  int32_t shortlist;      // tokens of a row whose logits the head gives, the screen those of all; 0: the head does
   int32_t keep_states;    // 1: `forward.hidden` has a row for every row of every pass, in order; 0: M rows
   int32_t forwards;       // out: passes whose forward ran
   int32_t passes;         // out: passes that chose a token for every row
@@ -36,6 +37,7 @@ inline forward::Status run_forward(forward::Decoder& decoder, const Call& call, 
   double phase_s[phases::kCount];
   forward::Call one = call.forward;
   one.rows = one.head_rows = live;
+  one.screened = call.shortlist > 0;
   one.tokens = call.tokens + static_cast<size_t>(pass) * call.forward.rows;
   one.positions = call.positions;
   one.hidden = hidden;
@@ -46,8 +48,12 @@ inline forward::Status run_forward(forward::Decoder& decoder, const Call& call, 
   return status;
 }
 
+inline void look_again(const void* decoder, int32_t row, const int32_t* tokens, int32_t count, float* logits) {
+  static_cast<const forward::Decoder*>(decoder)->look_again(row, tokens, count, logits);
+}
+
 // Returns whether every row could be chosen from.
-inline bool run_choice(Call& call, int pass, int live) {
+inline bool run_choice(const forward::Decoder& decoder, Call& call, int pass, int live) {
   const auto began = std::chrono::steady_clock::now();
   choose::Call one = call.choose;
   one.logits = call.forward.logits;
@@ -55,6 +61,7 @@ inline bool run_choice(Call& call, int pass, int live) {
   one.positions = call.next;
   one.tokens = call.tokens + static_cast<size_t>(pass + 1) * call.forward.rows;
   one.finite = call.finite;
+  one.second = {look_again, &decoder, call.shortlist};
   call.port(one);
   call.choose_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   for (int m = 0; m < live; ++m)
@@ -72,7 +79,7 @@ inline forward::Status run(forward::Decoder& decoder, Call& call) {
     const forward::Status status = run_forward(decoder, call, pass, live, hidden);
     if (status != forward::kOk) return status;
     ++call.forwards;
-    if (!run_choice(call, pass, live)) return forward::kOk;
+    if (!run_choice(decoder, call, pass, live)) return forward::kOk;
     ++call.passes;
     for (int m = 0; m < live; ++m) ++call.positions[m], ++call.next[m];
     if (call.keep_states) hidden += static_cast<size_t>(live) * decoder.width();

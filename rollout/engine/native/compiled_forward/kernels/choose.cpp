@@ -10,20 +10,16 @@
 #include <vector>
 
 #include "choose_filters.h"
+#include "choose_race.h"
 #include "choose_scan.h"
-#include "team.h"
 #include "noise.h"
+#include "team.h"
 
 namespace choose {
 namespace {
 
 // Up to so many logits one thread has chosen from before another has woken up.
 constexpr int64_t kAloneLogits = 1 << 14;
-
-struct Best {
-  double score;
-  int32_t token;
-};
 
 // Copies the row and applies penalties, bias and bans.
 const float* edit(const Call& call, int row, const float* x, Scratch& s) {
@@ -34,86 +30,6 @@ const float* edit(const Call& call, int row, const float* x, Scratch& s) {
     s.edited[call.edit_ids[e]] = static_cast<float>(scaled + call.edit_addends[e]);
   }
   return s.edited.data();
-}
-
-// ---- the noisy argmax ----------------------------------------------------------------------------
-
-struct Race {
-  const float* x;
-  double highest;
-  double t;
-  uint64_t key;
-
-  double below(float v) const { return (v - highest) / t; }
-
-  void enter(int32_t token, uint32_t hash, Best& best) const {
-    double score = below(x[token]) + noise::gumbel(hash);
-    if (score > best.score || (score == best.score && token < best.token)) best = {score, token};
-  }
-};
-
-struct Products {
-  uint32_t v[kBlock];
-  constexpr Products() : v() {
-    for (int i = 0; i < kBlock; ++i) v[i] = static_cast<uint32_t>(i) * noise::kGolden32;
-  }
-};
-constexpr Products kProducts;
-
-// Hashes of `kBlock` tokens from `first` on; returns the lowest.
-uint32_t hash_block(uint64_t key, int32_t first, uint32_t* hashes) {
-  const uint32_t low = static_cast<uint32_t>(key) + static_cast<uint32_t>(first) * noise::kGolden32;
-  const uint32_t high = static_cast<uint32_t>(key >> 32);
-  uint32_t lowest = ~0u;
-  for (int i = 0; i < kBlock; ++i) {
-    hashes[i] = noise::hash_of_product(kProducts.v[i], low, high);
-    lowest = std::min(lowest, hashes[i]);
-  }
-  return lowest;
-}
-
-// Noise falls as the hash grows, so only tokens whose hash lies under a limit can beat the best so far.
-// First the chunk's highest logit sets the limit, then the block's own. Pruning never changes the winner.
-Best race_chunk(const Race& race, int first, int count, float highest, Best best) {
-  double gap = best.score - race.below(highest);
-  if (gap > noise::kMaxNoise) return best;
-  uint64_t limit = noise::hash_limit(gap);
-  for (int b = first; b < first + count; b += kBlock) {
-    uint32_t hashes[kBlock];
-    if (hash_block(race.key, b, hashes) >= limit) continue;
-    const int n = std::min(kBlock, first + count - b);
-    const double block_gap = best.score - race.below(highest_of(race.x + b, n));
-    if (block_gap > noise::kMaxNoise) continue;
-    const uint64_t block_limit = noise::hash_limit(block_gap);
-    const double before = best.score;
-    for (int i = 0; i < n; ++i)
-      if (hashes[i] < block_limit) race.enter(b + i, hashes[i], best);
-    if (best.score > before) limit = noise::hash_limit(best.score - race.below(highest));
-  }
-  return best;
-}
-
-int32_t race_all(const Race& race, int vocab, const Scratch& s) {
-  int32_t top = first_at(race.x, vocab, static_cast<float>(race.highest), s);
-  Best best{kNever, top};
-  race.enter(top, noise::hash32(race.key, top), best);
-  const int n = chunks_of(vocab);
-  for (int c = 0; c < n; ++c)
-    best = race_chunk(race, c * kChunk, std::min(kChunk, vocab - c * kChunk), s.chunks[c].highest, best);
-  return best.token;
-}
-
-int32_t race_kept(const Race& race, const Scratch& s) {
-  Best best{kNever, 0};
-  uint64_t limit = ~0ull;
-  for (const Weighted& k : s.kept) {
-    uint32_t hash = noise::hash32(race.key, static_cast<uint32_t>(k.token));
-    if (hash >= limit) continue;
-    const double before = best.score;
-    race.enter(k.token, hash, best);
-    if (best.score > before) limit = noise::hash_limit(best.score);
-  }
-  return best.token;
 }
 
 // ---- one row -------------------------------------------------------------------------------------
@@ -186,6 +102,26 @@ void write_logprobs(const Call& call, int row, const Target& target, const Scrat
       kept.all ? 0.0 : std::min(0.0, noise::log64(kept.mass) - noise::log64(kept.total_mass));
 }
 
+// The winner by the logits of a second look, among the tokens that rough ones rank first. Returns whether the
+// second look could tell.
+bool choose_again(const Call& call, int row, const Target& target, const Race& race, Scratch& s) {
+  Shortlist& list = s.shortlist;
+  list.clear(call.second.tokens);
+  if (target.greedy) rank_all(race, call.vocab, s, list);
+  else race_all(race, call.vocab, s, list);
+  float logits[kMostListed];
+  call.second.look(call.second.self, row, list.tokens(), list.count(), logits);
+  Best best{kNever, list.tokens()[0]};
+  for (int i = 0; i < list.count(); ++i) {
+    if (!std::isfinite(logits[i])) return false;
+    const int32_t token = list.tokens()[i];
+    const double noise = target.greedy ? 0.0 : noise::gumbel(noise::hash32(race.key, token));
+    best.enter(token, race.below(logits[i]) + noise);
+  }
+  call.tokens[row] = best.token;
+  return true;
+}
+
 void choose_row(const Call& call, int row, Scratch& s) {
   Target target;
   call.finite[row] = prepare(call, row, s, target);
@@ -194,9 +130,13 @@ void choose_row(const Call& call, int row, Scratch& s) {
   if (call.mode == kChoose) {
     const uint64_t key = noise::key(call.seeds[row], call.positions[row], call.stream);
     const Race race{target.x, target.highest, target.t, key};
+    if (call.second.tokens > 0) {
+      call.finite[row] = choose_again(call, row, target, race, s);
+      return;
+    }
     call.tokens[row] = target.greedy     ? target.top
                        : target.filtered ? race_kept(race, s)
-                                         : race_all(race, call.vocab, s);
+                                         : race_won(race, call.vocab, target.top, s);
   }
   if (call.logprobs) write_logprobs(call, row, target, s);
 }

@@ -9,6 +9,17 @@ enum Mode : int32_t { kChoose = 0, kScore = 1, kProbs = 2 };
 // Logprobs per row in `logprobs`.
 enum Column : int32_t { kRaw = 0, kScaled = 1, kTarget = 2, kKeptLogmass = 3, kColumns = 4 };
 
+// Most tokens of a row that a second look takes.
+constexpr int kMostListed = 64;
+
+// For logits that are cheap and rough: a look at better ones, of the tokens that the rough ones and their noise
+// rank first. It decides among those. Called for several rows at once, by as many threads.
+struct Second {
+  void (*look)(const void* self, int32_t row, const int32_t* tokens, int32_t count, float* logits);
+  const void* self;
+  int32_t tokens;  // of each row, up to kMostListed; 0: there is none
+};
+
 // Pointers are to arrays over rows unless said otherwise; the caller owns all of them.
 struct Call {
   const float* logits;         // row r starts at logits + r * row_stride
@@ -31,6 +42,7 @@ struct Call {
   int32_t rows;
   int32_t vocab;
   int32_t mode;
+  Second second;  // for kChoose without filters, edits and logprobs
 };
 
 // A chooser as another library calls it, without being linked against this one: its function by address.

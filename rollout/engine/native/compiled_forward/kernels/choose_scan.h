@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "choose_shortlist.h"
 #include "noise.h"
 #include "simd.h"
 #include "vecmath.h"
@@ -23,7 +24,6 @@ constexpr int kChunk = 1024;
 // Columns that share one look at their lowest hash.
 constexpr int kBlock = 64;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-constexpr double kNever = -std::numeric_limits<double>::infinity();
 
 struct ChunkSum {
   float highest;
@@ -58,6 +58,7 @@ struct Scratch {
   std::vector<float> ranked_blocks;
   std::vector<Weighted> kept;    // by ascending id
   std::vector<Weighted> ranked;  // the same in whatever order a selection leaves them
+  Shortlist shortlist;
 };
 
 inline int chunks_of(int vocab) { return (vocab + kChunk - 1) / kChunk; }

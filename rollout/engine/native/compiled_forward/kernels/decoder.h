@@ -85,6 +85,24 @@ class Decoder {
     return kOk;
   }
 
+  // The head's own logits of some tokens of a head row, after a call whose logits were the screen's.
+  void look_again(int row, const int32_t* tokens, int count, float* logits) const {
+    const Linear& w = model_.head;
+    const Prepared& own = prepared_[0];
+    const size_t r = static_cast<size_t>(row), blocks = int4::blocks(w.k);
+    const Input in{{own.normed.row(row), own.normed.stride},
+                   {own.codes.q.get() + r * int4::padded(w.k), own.codes.scale.get() + r * blocks,
+                    own.codes.scaled_sum.get() + r * blocks, w.k}};
+    for (int i = 0; i < count; ++i) {
+      const int panel = tokens[i] / panels::kColumns;
+      apply(w, panel, panel + 1, in, 1, [&](int, int, F16 y) {
+        float lanes[simd::kLanes];
+        simd::store(lanes, y);
+        logits[i] = lanes[tokens[i] % panels::kColumns];
+      });
+    }
+  }
+
   // Of a hidden state, in floats.
   int width() const { return model_.hidden; }
   int vocab() const { return model_.vocab; }
@@ -359,7 +377,7 @@ class Decoder {
       for (int m = mine.begin; m < mine.end; ++m) before_head(call, m, call.final_tap + m * width);
     }
     if (call.head_rows == 0) return;
-    const Linear& w = model_.head;
+    const Linear& w = call.screened ? model_.screen : model_.head;
     Prepared& own = prepared(me, call.head_rows);
     const Range mine = rows_to_prepare(me, call.head_rows);
     for (int r = mine.begin; r < mine.end; ++r) before_head(call, call.head_index[r], own.normed.row(r));
