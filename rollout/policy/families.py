@@ -52,6 +52,9 @@ SIZES = (
 )
 """Counts that every family has."""
 
+MOST_LAYERS = 4096
+"""Layers a config may have: names and shapes of all their tensors are listed before any weight is read."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeTables:
@@ -112,6 +115,8 @@ def _size_problems(config: "PretrainedConfig") -> list[str]:
         value = getattr(config, name, None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             problems.append(f"{name}={value!r} is no whole number >= 1")
+        elif name == "num_hidden_layers" and value > MOST_LAYERS:
+            problems.append(f"{name}={value} is more than the {MOST_LAYERS} layers that are supported")
     eps = config.rms_norm_eps
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         problems.append(f"rms_norm_eps={eps!r} is no number >= 0")

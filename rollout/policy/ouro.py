@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+MOST_LOOPS = 256
+"""Loops a config may ask for: published policies have 4. A start computes test forwards of all loops, so a
+number that is none would be found out minutes later, by a KV pool that cannot hold its planes."""
+
 _SHARING_WORDS = ("shar", "reuse", "first_step", "last_step", "first_loop", "last_loop")
 _CACHE_WORDS = ("kv", "cache", "key_value")
 
@@ -29,6 +33,8 @@ def ouro_problems(config: "PretrainedConfig") -> list[str]:
     loops = config.total_ut_steps
     if isinstance(loops, bool) or not isinstance(loops, int) or loops < 1:
         problems.append(f"total_ut_steps={loops!r} is no number of loops")
+    elif loops > MOST_LOOPS:
+        problems.append(f"total_ut_steps={loops} is more than the {MOST_LOOPS} loops that are supported")
     threshold = getattr(config, "early_exit_threshold", None)
     if threshold is not None and not _at_least_one(threshold):
         problems.append(

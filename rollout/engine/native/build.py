@@ -15,6 +15,7 @@ from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, comp
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.kv_pool import pool_pages
 from rollout.engine.native.numerics import is_row_invariant
 from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.engine.native.torch_forward.fast_paths import cuda_device, refuse_off_device, with_fast_paths
@@ -59,8 +60,12 @@ class LiveWeights:
 
 
 def live_weights(policy: Policy, config: EngineConfig) -> LiveWeights:
-    """Pack a policy's weights and check their numerics, and on CUDA its fast paths."""
+    """Pack a policy's weights and check their numerics, and on CUDA its fast paths.
+
+    Raises ``ConfigError`` first where the settings do not fit the device, or the policy its KV pool.
+    """
     refuse_off_device(config)
+    pool_pages(config, policy.spec)
     threads = config.threads or len(usable_cores())
     rope = rope_tables(policy.config, min(policy.spec.max_positions, config.max_context_tokens + 1))
     decoder, description = _decoder(policy.spec, rope.cos_PH, rope.sin_PH, config, threads)

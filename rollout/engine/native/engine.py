@@ -35,15 +35,16 @@ from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.drafts.view import EngineState, NativeDraftModel, NativePolicyView
 from rollout.engine.native.facts import RoundTimes, round_facts
 from rollout.engine.native.judging import DecisionsOf, Judge, noise_decisions
+from rollout.engine.native.kv_pool import context_limit, pool_pages
 from rollout.engine.native.lanes.wavefront import Wavefront
 from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
-from rollout.engine.native.rows import PAGE_TOKENS, RowMemory
+from rollout.engine.native.rows import RowMemory
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
-from rollout.engine.native.shapes import kv_bytes_per_token, part_shapes
+from rollout.engine.native.shapes import part_shapes
 from rollout.engine.native.teacher import logits_after
 from rollout.engine.native.timing import make_up_prompts, time_forward
 from rollout.engine.native.work import (
@@ -57,7 +58,7 @@ from rollout.engine.native.work import (
 from rollout.engine.protocol import LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
 from rollout.engine.verify import Verdict
-from rollout.errors import AbortedError, ConfigError, UnsupportedError, WeightUpdateError
+from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
 from rollout.policy.manifest import UpdateManifest
 from rollout.policy.weights import WeightStage, checksum
 from rollout.types import Completion, Request
@@ -94,8 +95,8 @@ class NativeEngine:
         self._detokenizer = detokenizer
         self._description = decoder_description
         self._exact = numerics_exact
-        self._context_limit = min(config.max_context_tokens, decoder.spec.max_positions)
-        pages = _pool_pages(config, decoder, self._context_limit)
+        self._context_limit = context_limit(config, decoder.spec)
+        pages = pool_pages(config, decoder.spec)
         self._scheduler = Scheduler(
             max_batch=config.max_batch,
             max_pages_per_sequence=pages_for(self._context_limit),
@@ -484,16 +485,3 @@ class NativeEngine:
             self._scheduler.remove(sequence)
         self._wavefront.clear()
         self._scheduler.prefix.clear()
-
-
-def _pool_pages(config: EngineConfig, decoder: Decoder, context_limit: int) -> int:
-    """Return the pages of the KV pool. Raises ``ConfigError`` when ``kv_bytes`` cannot hold one sequence."""
-    if config.kv_tokens:
-        return pages_for(config.kv_tokens)
-    page_bytes, each = kv_bytes_per_token(decoder.spec) * PAGE_TOKENS, pages_for(context_limit)
-    if config.kv_bytes < each * page_bytes:
-        raise ConfigError(
-            f"engine.kv_bytes={config.kv_bytes} cannot hold one sequence of {context_limit} tokens of this "
-            f"policy, which takes {each * page_bytes}: raise it, or lower engine.max_context_tokens"
-        )
-    return min(config.max_batch * each, config.kv_bytes // page_bytes)

@@ -57,6 +57,8 @@ def test_weights_that_were_half_copied_are_named(folder: Path) -> None:
         ("max_position_embeddings", -5),
         ("rms_norm_eps", -1.0),
         ("total_ut_steps", 0),
+        ("total_ut_steps", 100_000),
+        ("num_hidden_layers", 10**9),
         ("early_exit_threshold", "x"),
     ],
 )
