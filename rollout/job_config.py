@@ -38,7 +38,9 @@ class VerifyConfig:
 
     requests: int = 64
     batches: tuple[int, ...] = (1, 4, 32)
-    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    gammas: tuple[int, ...] = ()
+    """Draft tokens. Empty: 1 to 8, or to ``drafter.max_gamma`` if that is less."""
+
     drafters: tuple[str, ...] = ()
     """Empty: all that ``drafter.names`` lists."""
 
@@ -53,7 +55,7 @@ class VerifyConfig:
 
     def __post_init__(self) -> None:
         check_settings("verify", self, positive=("limit_s",), requests=1, max_tokens=1)
-        for name in ("parts", "batches", "gammas"):
+        for name in ("parts", "batches"):
             if not getattr(self, name):
                 raise ConfigError(f"verify.{name} must name something")
 
@@ -83,8 +85,9 @@ class EvaluateConfig:
     """Empty: ``shallow_loop_1`` to ``_3`` and ``wavefront`` for a looped policy, ``w4`` and ``history`` for
     any other."""
 
-    gammas: tuple[int, ...] = (1, 2, 4, 8)
-    """Draft tokens; of ``wavefront`` lanes beyond the first, as far as its pipeline has any."""
+    gammas: tuple[int, ...] = ()
+    """Draft tokens; of ``wavefront`` lanes beyond the first, as far as its pipeline has any. Empty: 1, 2, 4
+    and 8, and ``drafter.max_gamma`` in place of those beyond it."""
 
     concurrencies: tuple[int, ...] = (1, 8)
     """Of the sweep: sequences in the engine at once."""
@@ -132,7 +135,7 @@ class EvaluateConfig:
         )
         for name in ("parts", "gammas", "concurrencies", "lengths"):
             values = getattr(self, name)
-            if len(set(values)) < len(values) or not values:
+            if len(set(values)) < len(values) or (not values and name != "gammas"):
                 raise ConfigError(f"evaluate.{name} must name something, each once, got {list(values)}")
 
 

@@ -60,7 +60,10 @@ class Subject:
 
 
 def open_subject(job: JobConfig, config: EvaluateConfig) -> Subject:
-    """Load the policy and build its first engine, with every drafter. Raises ``ConfigError``."""
+    """Load the policy and build its first engine, with every drafter. Raises ``ConfigError``.
+
+    ``config`` names the gammas to try.
+    """
     policy = load_policy(job.policy, dtype=weights_dtype(job.engine))
     names = drafters_of(policy.spec.loops, job.drafter, config)
     new_tokens = most_new_tokens(config, positions=policy.spec.max_positions)
@@ -97,11 +100,6 @@ def drafters_of(loops: int, drafter: DrafterConfig, config: EvaluateConfig) -> t
     able[WAVEFRONT] = drafter.wavefront_depth < loops
     if len(set(config.drafters)) < len(config.drafters):
         raise ConfigError(f"evaluate.drafters must name each drafter once, got {list(config.drafters)}")
-    if max(config.gammas) > drafter.max_gamma:
-        raise ConfigError(
-            f"evaluate.gammas: {max(config.gammas)} is more than drafter.max_gamma={drafter.max_gamma}; "
-            "ask for fewer, or raise drafter.max_gamma"
-        )
     unable = [name for name in config.drafters if not able.get(name, True)]
     if unable:
         said = f"a policy of {loops} loops" if loops > 1 else "a policy that runs its block once"

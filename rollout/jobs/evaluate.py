@@ -20,6 +20,7 @@ from rollout.bench.memory import STATUS, resident
 from rollout.bench.result import Json
 from rollout.bench.result import table as speed_table
 from rollout.bench.schedule import measure
+from rollout.draft_lengths import gammas_to_try
 from rollout.evaluation.chains import Chain, SerialReference, reuse_report
 from rollout.evaluation.generation import free_report, plain_texts
 from rollout.evaluation.laws import law_findings
@@ -41,13 +42,17 @@ from rollout.types import Request, SamplingParams
 
 EQUAL, DIFFERENT = 0, 1
 
+USUAL_GAMMAS = (1, 2, 4, 8)
+
 TEXTS_SHARE = 1 / 3
 """Of the time allowed, what free texts may take at most."""
 
 
 def main(job: JobConfig) -> int:
     """Run the parts and return 0 when every check passed, else 1."""
-    settings = _cut(job.evaluate) if job.evaluate.cut else job.evaluate
+    settings = _with_gammas(job)
+    if settings.cut:
+        settings = _cut(settings)
     folder = job.output_dir
     out = output_path(settings.out, folder=folder, name="evaluate.json", setting="evaluate.out")
     html = output_path(settings.html, folder=folder, name="evaluate.html", setting="evaluate.html")
@@ -75,6 +80,19 @@ def main(job: JobConfig) -> int:
         return evaluation.conclude(html)
     finally:
         subject.arms.close()
+
+
+def _with_gammas(job: JobConfig) -> EvaluateConfig:
+    """Return the settings with draft lengths. Raises ``ConfigError`` for longer ones than drafters draft."""
+    return replace(
+        job.evaluate,
+        gammas=gammas_to_try(
+            job.evaluate.gammas,
+            usual=USUAL_GAMMAS,
+            max_gamma=job.drafter.max_gamma,
+            setting="evaluate.gammas",
+        ),
+    )
 
 
 def _cut(full: EvaluateConfig) -> EvaluateConfig:

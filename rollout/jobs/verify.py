@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollout.draft_lengths import gammas_to_try
 from rollout.job_config import JobConfig, VerifyConfig
 from rollout.output_files import output_path, write_result
 from rollout.policy.place import resolve
@@ -21,13 +22,17 @@ from rollout.settings import to_plain
 
 PROVEN, DIFFERENT = 0, 1
 
+USUAL_GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
+
 HOST_START_S = 45.0
 """What starting one service is allowed in the budget."""
 
 
 def main(job: JobConfig) -> int:
     """Run the proof's parts and return 0 when every check passed, else 1."""
-    settings = _cut(job.verify) if job.verify.cut else job.verify
+    settings = _with_gammas(job)
+    if settings.cut:
+        settings = _cut(settings)
     out = output_path(settings.out, folder=job.output_dir, name="verify.json", setting="verify.out")
     if "equality" in settings.parts:
         with Progress(f"policy {job.policy.source}"):
@@ -42,6 +47,19 @@ def main(job: JobConfig) -> int:
     for part in settings.parts:
         proof.run(part, parts[part]())
     return proof.conclude()
+
+
+def _with_gammas(job: JobConfig) -> VerifyConfig:
+    """Return the settings with draft lengths. Raises ``ConfigError`` for longer ones than drafters draft."""
+    return replace(
+        job.verify,
+        gammas=gammas_to_try(
+            job.verify.gammas,
+            usual=USUAL_GAMMAS,
+            max_gamma=job.drafter.max_gamma,
+            setting="verify.gammas",
+        ),
+    )
 
 
 def _cut(full: VerifyConfig) -> VerifyConfig:

@@ -91,9 +91,6 @@ class EqualityProof:
         unknown = sorted(set(self.scope.drafters) - set(self.drafter_config.names))
         if unknown:
             raise ConfigError(f"verify.drafters: {', '.join(unknown)} not in drafter.names")
-        limit = self.drafter_config.max_gamma
-        if self.scope.drafters and max(self.scope.gammas) > limit:
-            raise ConfigError(f"verify.gammas: {max(self.scope.gammas)} exceeds drafter.max_gamma {limit}")
 
     def findings(self) -> Iterator[Finding]:
         """Yield one finding per arm, the reference first."""

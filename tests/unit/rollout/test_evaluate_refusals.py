@@ -44,11 +44,10 @@ def test_texts_longer_than_the_context_are_refused_by_their_setting(
     ("settings", "message"),
     [
         ({"drafters": ("wavefront", "wavefront")}, r"evaluate\.drafters must name each drafter once"),
-        ({"gammas": (1, 9)}, r"evaluate\.gammas: 9 is more than drafter\.max_gamma=8"),
         ({"drafters": ("shallow_loop_1",)}, r"evaluate\.drafters: a policy that runs its block once has no"),
     ],
 )
-def test_drafters_and_gammas_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_drafters_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         drafters_of(1, DrafterConfig(), EvaluateConfig(**settings))
 
