@@ -407,11 +407,12 @@ class NativeEngine:
         pool, storage = self._scheduler.pool, self._state.storage
         drafters = [slot.drafter for slot in self._drafting.slots.values()]
         models = [d.model.decoder for d in drafters if isinstance(d.model, NativeDraftModel)]
+        decoders = {id(decoder): decoder for decoder in (self._decoder, *models)}
         return EngineMemory(
             weights=self._decoder.weight_bytes,
             drafters=sum(d.held_bytes for d in drafters),
             kv_used=(pool.total - pool.free) * storage.bytes_per_page,
-            scratch=self._decoder.scratch_bytes + sum(m.scratch_bytes for m in models),
+            scratch=sum(decoder.scratch_bytes for decoder in decoders.values()),
         )
 
     # ---- the rest -------------------------------------------------------------------------------

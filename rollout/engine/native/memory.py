@@ -5,16 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine's parts."""
+    """Bytes of one engine's parts: everything that is kept is in one of them, once."""
 
     weights: int
     """The policy's, each kept once."""
 
     drafters: int
-    """Weights that drafters keep beside the policy's."""
+    """Weights that drafters keep beside the policy's. What they share with it (a head, the loops of a looped
+    policy) is the policy's."""
 
     kv_used: int
     """Pages that hold something now. The pool may be larger; a page takes memory once it is written."""
 
     scratch: int
-    """Hidden states and logits of the widest forward so far, of the policy and of each drafter's model."""
+    """Hidden states and logits of the widest forward so far, of the policy and of each drafter's model that
+    has memory of its own for them."""

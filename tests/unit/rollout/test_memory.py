@@ -7,13 +7,15 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.config import DrafterConfig
+from drafters.registry import LOOPED_ONLY, SHALLOW_LOOPS, build
+from drafters.w4 import W4Drafter
 from rollout.bench.memory import LARGEST_RATIO, MemoryUse, MemoryWork, memory_of_child
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.errors import UnsupportedError
 from rollout.policy.embedded import embedded_folder
 from rollout.policy.stored import SelectedTensors, StoredTensors
-from rollout.testing import tiny_policy
+from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_native import ar_plan, requests_for, tiny_engine
 
 needs_kernels = pytest.mark.skipif(compiled_unavailable() is not None, reason=str(compiled_unavailable()))
@@ -43,6 +45,40 @@ def test_memory_tells_the_pages_in_use_and_the_scratch_of_the_widest_forward() -
     assert used.kv_used == engine.gauges()["engine/kv_pages_used"] * engine._state.storage.bytes_per_page > 0
     assert used.scratch > 0
     assert used.drafters == 0
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_kernels), False])
+def test_every_weight_of_a_looped_policy_is_counted_once_whoever_reads_it(compiled: bool) -> None:
+    """Its loops are one block, and its drafters' loops and heads are its own; ``w4`` alone keeps a copy."""
+    policy = tiny_looped_policy()
+    w4 = W4Drafter(DrafterConfig(w4_head_bits=16))
+    shared = [build(name, DrafterConfig()) for name in (*LOOPED_ONLY, "history")]
+    engine = tiny_engine(policy, [w4, *shared], compiled=compiled)
+    memory = engine.memory()
+    if compiled:
+        # The vocabulary and every size are whole panels; what has one dimension, and the gate, is float32.
+        sizes = {
+            n: t.numel() * (2 if t.dim() == 2 and t.shape[0] > 1 else 4) for n, t in policy.state.items()
+        }
+        assert memory.weights == sum(sizes.values())
+    else:
+        assert memory.weights == 8 * sum(t.numel() for t in policy.state.values())
+    assert {d.name: d.held_bytes for d in shared} == dict.fromkeys((*LOOPED_ONLY, "history"), 0)
+    assert memory.drafters == w4.held_bytes == sum(linear.weight_bytes for linear in w4.linears.values())
+    assert all(d.weight_bytes > 0 for d in shared if d.name in LOOPED_ONLY), "their passes do read"
+
+
+@needs_kernels
+def test_scratch_that_drafters_share_with_the_policy_is_counted_once() -> None:
+    policy = tiny_looped_policy()
+    scratch = []
+    for names in ((), SHALLOW_LOOPS):
+        engine = tiny_engine(policy, [build(name, DrafterConfig()) for name in names], compiled=True)
+        for request in requests_for(vocab=48, prompts=2):
+            engine.add(request)
+        engine.run_round(ar_plan(engine.load()))
+        scratch.append(engine.memory().scratch)
+    assert scratch[0] == scratch[1] > 0
 
 
 def test_stored_tensors_are_read_when_asked_for_and_let_go(tmp_path: Path) -> None:

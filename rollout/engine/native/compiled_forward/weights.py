@@ -8,7 +8,7 @@ Shapes: N out features, K in features, V vocabulary, D hidden.
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -150,8 +150,9 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Memory the policy's weights take: every one once."""
-        norms = [t for w in self.layers for t in (w.input_norm, w.post_norm, w.query_norm, w.key_norm)]
+        norms: list[Tensor | None] = [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
         others = [self.embedding_VD, self.final_norm_D, *norms, *(w.bias for w in self.linears.values())]
+        others += [self.gate_1D, self.gate_bias]
         return sum(w.panels.nbytes for w in self.linears.values()) + sum(
             t.nbytes for t in others if t is not None
         )

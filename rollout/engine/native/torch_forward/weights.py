@@ -38,7 +38,9 @@ class TorchWeights:
     def nbytes(self) -> int:
         """Memory of all weights; a tied head is none of its own."""
         own = [t for n, t in self.linears.items() if n != "head" or not self._spec.tie_embeddings]
-        return sum(t.nbytes for t in (self.embedding_VD, *own, *self.biases.values(), *self.norms.values()))
+        gate = [t for t in (self.gate_D, self.gate_bias) if t is not None]
+        others = (*self.biases.values(), *self.norms.values(), *gate)
+        return sum(t.nbytes for t in (self.embedding_VD, *own, *others))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy a checked state dict, by Hugging Face names, into the buffers."""
