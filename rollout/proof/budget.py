@@ -1,16 +1,19 @@
 """How long the proof's texts may be, so that all its arms fit the time there is.
 
-A few forwards are timed and every arm is priced from them. The price needs to be right within a factor of
-two only: it decides lengths, never a verdict.
+A few forwards are timed and every arm is priced from them, each by what its rounds compute. The price needs
+to be right within a factor of two only: it decides lengths, never a verdict.
+
+Seconds throughout.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from controller.types import AR, POLICY
+from controller.pipeline import Pipeline
+from controller.types import AR, POLICY, PartShape
 from rollout.engine.native.engine import NativeEngine
 from rollout.errors import CapacityError, UnsupportedError
 
@@ -23,7 +26,14 @@ DRAIN_FRAC = 0.6
 """Mean share of a full batch that still runs while texts of different lengths end."""
 
 SLACK = 1.2
-"""For choosing and committing, which the forwards do not show."""
+"""Of forwards in a round over those timed alone."""
+
+SEQUENCE_S = 0.0001
+"""Choosing and committing, per sequence and round: what matters where forwards are short."""
+
+LANE_S = 0.0001
+"""Of a sequence and pass in lanes: a third of the proof's requests edit their logits, and their passes run
+one by one."""
 
 PROMPT_ROWS = 8
 """Of a request whose full prompt pages are shared: the rest of the last page, on average."""
@@ -47,27 +57,62 @@ def affordable_tokens(
     engine: NativeEngine, arms: Sequence[PricedArm], *, requests: int, within_s: float, most: int
 ) -> int:
     """Return the mean new tokens per request, ``most`` at most, with which all arms end in time."""
-    times = {part: _forward_times(engine, part) for part in {POLICY, *(a.drafter for a in arms if a.gamma)}}
-    prompts_s = len(arms) * _at(times[POLICY], requests * PROMPT_ROWS)
-    per_token_s = SLACK * requests * sum(_token_s(arm, times) for arm in arms)
+    parts = {POLICY, *(a.drafter for a in arms if a.gamma)}
+    prices = ArmPrices(
+        shapes=engine.part_shapes(), times={part: _forward_times(engine, part) for part in parts}
+    )
+    prompts_s = len(arms) * prices.forward_s(POLICY, requests * PROMPT_ROWS)
+    per_token_s = requests * sum(map(prices.token_s, arms))
     return max(LEAST_TOKENS, min(most, int((within_s - prompts_s) / per_token_s)))
 
 
-def _token_s(arm: PricedArm, times: dict[str, dict[int, float]]) -> float:
-    """Return the seconds one token of one request costs in an arm."""
-    running = max(1.0, arm.batch * (DRAIN_FRAC if arm.batch > 1 else 1.0))
-    verify_s = _at(times[POLICY], running * (arm.gamma + 1))
-    draft_s = arm.gamma * _at(times[arm.drafter], running) if arm.drafter != AR else 0.0
-    survival = ASSUMED_ACCEPTANCE ** np.arange(arm.gamma + 1)
-    return float((verify_s + draft_s) / (running * survival.sum()))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmPrices:
+    """What arms cost, from forwards timed alone."""
 
+    shapes: Mapping[str, PartShape]
+    times: Mapping[str, Mapping[int, float]]
+    """Of one forward, by part and rows; of lanes one pass. None for a part that runs no forward."""
 
-def _at(times: dict[int, float], rows: float) -> float:
-    if not times:
-        return 0.0
-    known = sorted(times)
-    inside = float(np.interp(rows, known, [times[r] for r in known]))
-    return inside * max(1.0, rows / known[-1])
+    def token_s(self, arm: PricedArm) -> float:
+        """Return the seconds one token of one request costs in an arm."""
+        running = max(1.0, arm.batch * (DRAIN_FRAC if arm.batch > 1 else 1.0))
+        if arm.drafter == AR or not arm.gamma:
+            return SLACK * self.forward_s(POLICY, running) / running + SEQUENCE_S
+        if self.shapes[arm.drafter].lane_loops:
+            return self._lane_token_s(arm, running)
+        survival = ASSUMED_ACCEPTANCE ** np.arange(arm.gamma + 1)
+        round_s = SLACK * (self._drafts_s(arm, running) + self._verify_s(arm, running))
+        return float((round_s + running * SEQUENCE_S) / (running * survival.sum()))
+
+    def _drafts_s(self, arm: PricedArm, running: float) -> float:
+        return arm.gamma * self.forward_s(arm.drafter, running)
+
+    def _verify_s(self, arm: PricedArm, running: float) -> float:
+        """Return the seconds of the round's forward: what drafts have computed is left to their last rows."""
+        reused = self.shapes[arm.drafter].reuse_frac
+        every_s = self.forward_s(POLICY, running * (arm.gamma + 1))
+        return (1 - reused) * every_s + reused * self.forward_s(POLICY, running)
+
+    def _lane_token_s(self, arm: PricedArm, running: float) -> float:
+        """Return the price of a token in lanes: passes compute it, the fewer the more lanes there are."""
+        pipeline = Pipeline(shape=self.shapes[arm.drafter])
+        most = arm.gamma + 1
+        lanes = min(float(most), pipeline.mean_lanes(ASSUMED_ACCEPTANCE))
+        # With fewer lanes than a full pipeline has, a right proposal enters later than it could.
+        after = max(pipeline.depth, pipeline.loops / most)
+        passes = ASSUMED_ACCEPTANCE * after + (1 - ASSUMED_ACCEPTANCE) * pipeline.loops
+        pass_s = SLACK * self.forward_s(arm.drafter, running * lanes) + running * LANE_S
+        return passes * pass_s / running + SEQUENCE_S
+
+    def forward_s(self, part: str, rows: float) -> float:
+        """Return the seconds of one forward; 0 for a part that runs none."""
+        times = self.times[part]
+        if not times:
+            return 0.0
+        known = sorted(times)
+        inside = float(np.interp(rows, known, [times[r] for r in known]))
+        return inside * max(1.0, rows / known[-1])
 
 
 def _forward_times(engine: NativeEngine, part: str) -> dict[int, float]:
