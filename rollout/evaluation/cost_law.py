@@ -6,9 +6,9 @@ drafts kept. The prediction puts in what loops, the head and rounds cost: forwar
 rows a round has, and put together by what the law says a round computes; a round's overhead is all its time
 that no forward took.
 
-    draft    K forwards of d loops over one row per sequence
+    draft    K forwards of d loops over one row per sequence; the first finds the caches cold
     verify   d loops over the last draft's row of each sequence, D - d loops and the head over all K + 1
-    lanes    one forward of one loop per pass, over the lanes under way
+    lanes    one forward of one loop per pass, over the lanes under way; the first is cold again
 
 Seconds throughout. Pure.
 """
@@ -113,7 +113,7 @@ def predict(
     """Return what an arm should bring over plain decoding and what it brought."""
     plain_s = times.forward_s(POLICY, plain.batch) + plain.overhead_s
     if shapes[drafter].lane_loops:
-        forwards_s = work.passes * times.forward_s(drafter, work.batch * work.lanes)
+        forwards_s = _in_a_row_s(drafter, work.passes, work.batch * work.lanes, times)
     else:
         drafts = shapes[drafter].rows_per_draft_token > 0
         forwards_s = _drafted_s(drafter, work, times, drafts=drafts)
@@ -130,11 +130,22 @@ def predict(
 def _drafted_s(drafter: str, work: RoundWork, times: Prices, *, drafts: bool) -> float:
     """Return the seconds of a round's forwards: drafts, then verification from what they left."""
     every = work.batch * (work.drafted + 1)
-    draft_s = work.drafted * times.forward_s(drafter, work.batch) if drafts else 0.0
+    draft_s = _in_a_row_s(drafter, work.drafted, work.batch, times) if drafts else 0.0
     if depth_of(drafter):
         fill_s = times.forward_s(fill_of(drafter), work.batch)
         return draft_s + fill_s + times.forward_s(deep_of(drafter), every)
     return draft_s + times.forward_s(POLICY, every)
+
+
+def _in_a_row_s(part: str, count: float, rows: float, times: Prices) -> float:
+    """Return the seconds of a round's forwards of one part, on average ``count`` of them."""
+    first, after = min(1.0, count), max(0.0, count - 1.0)
+    return first * times.forward_s(first_of(part), rows) + after * times.forward_s(part, rows)
+
+
+def first_of(part: str) -> str:
+    """Name the first of a part's forwards in a round: keys, values and weights are in no cache by then."""
+    return f"{part}/first"
 
 
 def fill_of(drafter: str) -> str:

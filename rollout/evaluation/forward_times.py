@@ -5,7 +5,8 @@ What calls cost beside belongs to the round that makes them.
 
 A forward finds the caches as a round's does. Arms in lockstep take turns, each over keys and values of its
 own, so what an arm left there is gone by its next round. A plain round is one such forward; of drafts or
-passes of lanes only the first is, and those after it, the fill and the deep loops follow on its pages.
+passes of lanes only the first is, which is timed as a part of its own. Those after it, the fill and the deep
+loops follow on its pages.
 
 Shapes: M rows, D hidden.
 """
@@ -29,7 +30,7 @@ from rollout.engine.native.pages import pages_for
 from rollout.engine.native.pass_clock import wait_for
 from rollout.engine.native.rows import RowBatch
 from rollout.errors import CapacityError
-from rollout.evaluation.cost_law import deep_of, depth_of, fill_of
+from rollout.evaluation.cost_law import deep_of, depth_of, fill_of, first_of
 
 CALLS = 4
 """Turns of a sample, and drafts or passes of lanes in a row within one, as a round has them."""
@@ -84,13 +85,20 @@ class ForwardTimes:
         depth = depth_of(part)
         if not depth:
             with suppress(CapacityError):  # there are too few pages for so many rows
-                in_a_row = 1 if part == POLICY else CALLS
-                self._add(part, rows, [self._taken_s(part, rows) for _ in range(in_a_row)])
+                if part == POLICY:
+                    self._add(part, rows, [self._taken_s(part, rows)])
+                else:
+                    self._sample_in_a_row(part, rows)
             return
         if rows <= self._concurrency:
-            self._add(part, rows, [self._taken_s(part, rows) for _ in range(CALLS)])
+            self._sample_in_a_row(part, rows)
             self._add(fill_of(part), rows, [self._fill_s(depth, rows)])
         self._add(deep_of(part), rows, [self._deep_s(depth, rows)])
+
+    def _sample_in_a_row(self, part: str, rows: int) -> None:
+        first, *after = [self._taken_s(part, rows) for _ in range(CALLS)]
+        self._add(first_of(part), rows, [first])
+        self._add(part, rows, after)
 
     def _add(self, part: str, rows: int, seconds: Sequence[float]) -> None:
         self.seconds.setdefault((part, rows), []).extend(seconds)

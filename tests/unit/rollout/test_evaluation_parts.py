@@ -101,7 +101,8 @@ def engine() -> NativeEngine:
 
 
 def times_of(engine: NativeEngine, seconds: dict[str, float]) -> ForwardTimes:
-    """Return forwards that cost the same at any rows."""
+    """Return forwards that cost the same at any rows, the first in a round as those after it unless named."""
+    seconds = {**{f"{part}/first": s for part, s in seconds.items()}, **seconds}
     times = ForwardTimes(
         engine, tiny_decoder(tiny_policy(vocab=40)), concurrency=1, context_tokens=8, rows=(1, 9)
     )
@@ -176,6 +177,38 @@ def test_lanes_cost_their_passes_and_the_ideal_is_loops_over_passes_per_token(en
     assert found.ideal == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(("drafted", "draft_s"), [(1.0, 3.0), (4.0, 3.0 + 3 * 1.0), (0.5, 1.5)])
+def test_a_rounds_first_draft_is_priced_as_one_that_finds_nothing_in_the_caches(
+    drafted: float, draft_s: float, engine: NativeEngine
+) -> None:
+    parts = {"shallow_loop_1": 1.0, "shallow_loop_1/first": 3.0, "shallow_loop_1/fill": 1.0}
+    found = predict(
+        "arm",
+        "shallow_loop_1",
+        4,
+        plain=work(tokens=1.0),
+        work=work(tokens=1.5, drafted=drafted),
+        shapes=SHAPES,
+        times=times_of(engine, {POLICY: 4.0, **parts, "shallow_loop_1/deep": 3.0}),
+        loops=LOOPS,
+    )
+    assert found.predicted == pytest.approx(4.0 / ((draft_s + 1.0 + 3.0) / 1.5))
+
+
+def test_a_rounds_first_pass_of_lanes_is_priced_so_too(engine: NativeEngine) -> None:
+    found = predict(
+        "arm",
+        "wavefront",
+        3,
+        plain=work(tokens=1.0),
+        work=work(tokens=2.0, passes=4.0),
+        shapes=SHAPES,
+        times=times_of(engine, {POLICY: 4.0, "wavefront": 1.0, "wavefront/first": 2.0}),
+        loops=LOOPS,
+    )
+    assert found.predicted == pytest.approx(4.0 / ((2.0 + 3 * 1.0) / 2.0))
+
+
 def test_passes_per_token_follow_from_acceptance() -> None:
     law = lane_law("arm", depth=1, loops=LOOPS, alpha=0.8, work=work(tokens=2.0, passes=3.2))
     assert law.predicted == pytest.approx(0.8 * 1 + 0.2 * 4)
@@ -200,12 +233,15 @@ def test_forwards_are_timed_at_the_rows_rounds_have(engine: NativeEngine) -> Non
     decoder = tiny_decoder(tiny_looped_policy(vocab=40, layers=1))
     times = ForwardTimes(engine, decoder, concurrency=2, context_tokens=4, rows=(1, 4), arms=3)
     times.sample([POLICY, "shallow_loop_1", "wavefront"])
-    any_rows = {(part, rows) for part in (POLICY, "shallow_loop_1/deep", "wavefront") for rows in (1, 4)}
-    assert set(times.seconds) == any_rows | {("shallow_loop_1", 1), ("shallow_loop_1/fill", 1)}
+    anywhere = (POLICY, "shallow_loop_1/deep", "wavefront", "wavefront/first")
+    one_row = {(f"shallow_loop_1{which}", 1) for which in ("", "/first", "/fill")}
+    assert set(times.seconds) == {(part, rows) for part in anywhere for rows in (1, 4)} | one_row
     assert all(min(taken) > 0 for taken in times.seconds.values())
     counts = {key: len(taken) for key, taken in times.seconds.items()}
     in_a_row = {("shallow_loop_1", 1), ("wavefront", 1), ("wavefront", 4)}
-    assert {key for key, count in counts.items() if count == 16} == in_a_row, "four in each of four turns"
+    assert {key for key, count in counts.items() if count == 12} == in_a_row, (
+        "three more in each of four turns"
+    )
     assert {count for key, count in counts.items() if key not in in_a_row} == {4}
     assert min(times.forward_s(part, 3) for part in (POLICY, "shallow_loop_1", "wavefront")) > 0
     with pytest.raises(KeyError):
