@@ -36,6 +36,7 @@ SMALL = {
     "rows": 2,
     "texts": 4,
     "draws": 200,
+    "max_minutes": 60.0,  # as slow as a machine may be, nothing is left out
 }
 
 

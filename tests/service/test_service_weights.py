@@ -104,7 +104,7 @@ def test_what_runs_during_an_update_follows_the_mode(mode, slow_host, wait_until
     call.start()
     wait_until(lambda: any(len(r.load.sequences) == 4 for r in client.take_records()))
     assert client.update_weights(scripted_weights(1), old + 1, in_flight=mode) == old + 1
-    call.join(30)
+    call.join(60)
     running, waiting = answer[:4], answer[4:]
     assert versions_of(running) == ({old, old + 1} if mode == "keep" else {old})
     assert versions_of(waiting) == {old + 1}, "requests that had not begun run on the new version"

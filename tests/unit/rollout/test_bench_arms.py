@@ -262,8 +262,8 @@ def test_rows_that_enter_one_by_one_get_the_same_texts_and_every_stream_is_told(
         told = run.streams.told()
         assert (told["rows"], told["events"], run.streams.tokens) == (4, tokens, tokens)
         assert run.memory.kv_used > 0
-    # A row waits for its place outside: the first token of a short run is not late.
-    assert max(one_by_one.streams.first_token_s) < one_by_one.timed.makespan_s / 2
+    # A row waits for its place outside, where no time counts: their times to the first token do not overlap.
+    assert sum(one_by_one.streams.first_token_s) <= one_by_one.timed.makespan_s
 
 
 def test_a_named_row_keeps_its_text_in_other_work(arms: EngineArms) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,18 @@ from rollout.run_folder import open_run_folder, save_config
 from rollout.settings import load_config, to_plain
 
 
-def test_help_starts_within_a_second_and_imports_nothing_heavy() -> None:
+def test_help_imports_little_and_nothing_heavy() -> None:
+    """How soon it starts is what it imports: some fifty modules of the standard library."""
     code = (
-        "import sys; from rollout.cli import main; main(['--help']); "
+        "import sys; bare = len(sys.modules); from rollout.cli import main; main(['--help']); "
+        "assert len(sys.modules) - bare < 150, sorted(sys.modules); "
         "names = {'torch', 'ray', 'transformers', 'hydra', 'omegaconf', 'numpy', 'wandb'}; "
         "heavy = names & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    started_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: taildraft COMMAND" in done.stdout
-    assert time.monotonic() - started_s < 1.0
 
 
 def test_every_command_explains_itself_without_torch() -> None:
@@ -166,12 +165,12 @@ def test_a_digits_only_string_is_asked_to_be_quoted() -> None:
 def test_nine_launches_in_one_second_get_nine_folders_and_nine_run_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A43."""
+    """A43. Names hold the second, so all of them begin alike."""
     monkeypatch.chdir(tmp_path)
-    started_s = time.monotonic()
+    monkeypatch.setattr("rollout.run_folder.time.strftime", lambda _: "20260101-000000")
     with ThreadPoolExecutor(9) as pool:
         folders = list(pool.map(lambda _: open_run_folder("run", output_dir=None, run_id=None), range(9)))
-    assert time.monotonic() - started_s < 1.0
+    assert {f.path.name.rpartition("-")[0] for f in folders} == {"20260101-000000"}
     assert len({f.path for f in folders}) == 9
     assert len({f.run_id for f in folders}) == 9
     assert all(f.run_id and f.path.is_dir() and any(f.path.iterdir()) for f in folders)

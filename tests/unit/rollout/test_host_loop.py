@@ -523,8 +523,8 @@ def test_who_asks_while_a_loop_ends_or_after_it_is_answered():
         while thread.is_alive():
             asked.append(driven.loop.close())
         asked.append(driven.loop.close())
-        assert [future.result(timeout=5) for future in asked] == [None] * len(asked)
+        assert [future.result(timeout=60) for future in asked] == [None] * len(asked)
     with pytest.raises(EngineCrashError, match="the host is closed"):
-        driven.loop.add(scripted_requests(1)).result(timeout=5)
+        driven.loop.add(scripted_requests(1)).result(timeout=60)
     with pytest.raises(EngineCrashError, match="the host is closed"):
-        driven.loop.pause().result(timeout=5)
+        driven.loop.pause().result(timeout=60)

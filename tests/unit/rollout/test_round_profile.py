@@ -94,7 +94,8 @@ def test_a_round_all_in_lanes_is_drafting_and_tells_of_no_forward_it_did_not_run
 
 @needs_kernels
 def test_the_split_of_a_long_forward_is_nearly_all_of_it() -> None:
-    engine = tiny_engine(tiny_policy(family="smollm2"), compiled=True)
+    # As long as eight layers make it: what Python takes around it is little then, on a fast machine as well.
+    engine = tiny_engine(tiny_policy(family="smollm2", layers=8), compiled=True)
     rows = torch.arange(96, dtype=torch.int32)
     batch = RowBatch(
         token_ids_M=rows % 48,
