@@ -339,6 +339,7 @@ class CostModel:
         """Return what the round would take. Missing assignments decode plainly.
 
         ``lanes`` holds the mean lanes per sequence of pipelines; full ones are assumed of those not named.
+        A prompt row is priced as any other, a little too high: most end before their last layer is through.
         """
         rows, forwarded, read, context = load.prefill_tokens, 0, 0.0, 0.0
         by_drafter: dict[str, list[tuple[int, int]]] = {}

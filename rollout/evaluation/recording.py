@@ -56,8 +56,9 @@ class RecordingDecoder(CountingDecoder):
         taps: Sequence[str] = (),
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
+        states: bool = True,
     ) -> ForwardResult:
-        """Compute with a tap after every loop, and keep what they show."""
+        """Compute with a tap after every loop, and keep what they show; every row is computed whole."""
         run = range(self.spec.loops) if loops is None else loops
         names = [f"loop.{loop}" for loop in run]
         result = super().forward(batch, kv, taps=[*taps, *names], loops=loops, hidden_MD=hidden_MD)

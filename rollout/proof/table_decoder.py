@@ -83,6 +83,7 @@ class TableDecoder:
         taps: Sequence[str] = (),
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
+        states: bool = True,
     ) -> ForwardResult:
         """Write the rows' ids to their slots, then look every head row up by what precedes it."""
         assert isinstance(kv, TablePages), "a table reads ids, not keys"

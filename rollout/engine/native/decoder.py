@@ -43,7 +43,8 @@ class ForwardResult:
     """float32 (float64 in a float64 decoder), one row per head row."""
 
     hidden_MD: Tensor
-    """States after the last loop run: what the next loop, the head and the exit gate read."""
+    """States after the last loop run: what the next loop, the head and the exit gate read. Empty (0, D) where
+    they were not wanted."""
 
     taps: Mapping[str, Tensor] = field(default_factory=dict)
     """Hidden states (M, hidden) by name: ``"layer.3"`` is the residual stream after layer 3 of the last
@@ -88,13 +89,16 @@ class Decoder(Protocol):
         taps: Sequence[str] = (),
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
+        states: bool = True,
     ) -> ForwardResult:
         """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows.
 
         Loops from 0 on start at the embeddings of the rows' tokens. Loops from later on start at
         ``hidden_MD``, the states after the loop before (kept as it is), and do not read the tokens. The head
-        reads the state after the last loop run, whichever that is. Raises ``ValueError`` for loops the
-        policy does not have, and for states that are missing, unwanted or mis-shaped.
+        reads the state after the last loop run, whichever that is. Without ``states`` the result has none,
+        and rows without a head end with writing their last keys and values, all that is read of them later;
+        with taps they go on. Raises ``ValueError`` for loops the policy does not have, and for states that
+        are missing, unwanted or mis-shaped.
         """
         ...
 

@@ -79,4 +79,4 @@ def forward_from(
         part = clock.forward(decoder, rows_of(batch, rows_K), kv, loops=range(begin, end), hidden_MD=given_KD)
         hidden_MD[rows_K] = part.hidden_MD
     last = range(stops[-1], decoder.spec.loops)
-    return clock.forward(decoder, batch, kv, loops=last, hidden_MD=hidden_MD).logits_RV
+    return clock.forward(decoder, batch, kv, loops=last, hidden_MD=hidden_MD, states=False).logits_RV

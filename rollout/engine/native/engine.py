@@ -280,7 +280,7 @@ class NativeEngine:
         if self._choosing is not None:
             return self._judge.judge_chosen(work, partial(self._choosing.choose, batch, storage, standing))
         if standing is None:
-            logits_RV = self._clock.forward(self._decoder, batch, storage).logits_RV
+            logits_RV = self._clock.forward(self._decoder, batch, storage, states=False).logits_RV
         else:
             logits_RV = forward_from(self._decoder, batch, storage, standing, clock=self._clock)
         return self._judge.judge(work, logits_RV)

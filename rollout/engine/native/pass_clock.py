@@ -37,10 +37,11 @@ class PassClock:
         *,
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
+        states: bool = True,
     ) -> ForwardResult:
         """Return what ``Decoder.forward`` does, computed to its end."""
         started = time.perf_counter()
-        result = decoder.forward(batch, storage, loops=loops, hidden_MD=hidden_MD)
+        result = decoder.forward(batch, storage, loops=loops, hidden_MD=hidden_MD, states=states)
         return self._counted(result, started)
 
     def advance(

@@ -28,6 +28,6 @@ def logits_after(decoder: Decoder, storage: KVStorage, pool: PagePool, tokens: S
             page_table_SP=torch.tensor([pages], dtype=torch.int32),
             head_rows_R=torch.tensor([count - 1], dtype=torch.int32),
         )
-        return decoder.forward(batch, storage).logits_RV[0].clone()
+        return decoder.forward(batch, storage, states=False).logits_RV[0].clone()
     finally:
         pool.release(pages)

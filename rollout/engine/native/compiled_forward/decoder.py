@@ -177,6 +177,7 @@ class CompiledDecoder:
         taps: Sequence[str] = (),
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
+        states: bool = True,
     ) -> ForwardResult:
         """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
         loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
@@ -187,9 +188,11 @@ class CompiledDecoder:
         else:
             out_MD = _own_copy(hidden_MD)
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
+        call.heads_only = not states
         logits_RV = self._run_to_head(call, batch, out_MD)
+        wanted_MD = out_MD if states else out_MD[:0]
         return ForwardResult(
-            logits_RV=logits_RV, hidden_MD=out_MD, taps=tapped, seconds=seconds_of(self._phase_s)
+            logits_RV=logits_RV, hidden_MD=wanted_MD, taps=tapped, seconds=seconds_of(self._phase_s)
         )
 
     def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
@@ -216,11 +219,12 @@ class CompiledDecoder:
         """Run every row from where it stands to the last loop, in one call: see ``depths.py``.
 
         Row m has had ``depths[m]`` loops, fewer than all, and goes on from state ``numbers[m]``; with none of
-        them it starts at its token.
+        them it starts at its token. Nobody wants the states it ends with: ``hidden_MD`` is empty.
         """
         depth_M, number_M = checked_standing(self.spec, depths, numbers, states_ND, rows=batch.rows)
         call = self._call(batch, kv, range(self.spec.loops))
         call.tokens = batch.token_ids_M.data_ptr()
+        call.heads_only = True
         hidden_MD = self._hidden.rows(batch.rows, self.spec.hidden_size)
         logits_RV = self._add_head(call, batch, hidden_MD)
         self._check_loaded()
@@ -232,7 +236,7 @@ class CompiledDecoder:
             states_ND.data_ptr(),
         )
         abi.check(status)
-        return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD, seconds=seconds_of(self._phase_s))
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD[:0], seconds=seconds_of(self._phase_s))
 
     def embed(self, token_ids_M: Tensor) -> Tensor:
         """Return the input hidden states (M, hidden)."""
@@ -354,6 +358,7 @@ class CompiledDecoder:
         self._check_loaded()
         call.forward = self._call(batch, kv, range(self.spec.loops))
         call.forward.tokens = batch.token_ids_M.data_ptr()
+        call.forward.heads_only = True
         self._add_head(call.forward, batch, self._hidden.rows(batch.rows, self.spec.hidden_size))
         abi.check(self._library.taildraft_forward_choosing(self._handle, ctypes.byref(call)))
         return seconds_of(self._phase_s)

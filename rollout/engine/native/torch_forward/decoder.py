@@ -13,7 +13,7 @@ H head dimension, N KV heads, G query heads per KV head, K in features, V vocabu
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -197,6 +197,7 @@ class TorchDecoder:
         taps: Sequence[str] = (),
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
+        states: bool = True,
     ) -> ForwardResult:
         """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
         loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
@@ -206,7 +207,7 @@ class TorchDecoder:
                 self._padded_forward, batch, storage, loops=loops, hidden_MD=hidden_MD
             )
             if replayed is not None:
-                return replayed
+                return replayed if states else replace(replayed, hidden_MD=replayed.hidden_MD[:0])
         places = {name: tap_place(name, loops, self.spec.layers) for name in taps}
         plan = self._plan(batch)
         seen: dict[TapPlace, Tensor] = {}
@@ -216,6 +217,9 @@ class TorchDecoder:
                 seen[place] = state_MD.clone()
 
         hidden_MD = self.embed(batch.token_ids_M) if hidden_MD is None else hidden_MD.to(self.dtype)
+        if not states and not taps and len(batch.head_rows_R) < batch.rows:
+            logits_RV = self._head_logits(hidden_MD, batch, plan, kv, loops)
+            return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD[:0])
         see(EMBED, hidden_MD)
         for loop in loops:
             for layer in range(self.spec.layers):
@@ -227,7 +231,48 @@ class TorchDecoder:
             see(FINAL, self._before_head(hidden_MD))
         logits_RV = self.head(hidden_MD[batch.head_rows_R.long().to(self.device)])
         kept = {name: seen[place] for name, place in places.items()}
-        return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD, taps=kept)
+        return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD if states else hidden_MD[:0], taps=kept)
+
+    def _head_logits(
+        self, hidden_MD: Tensor, batch: RowBatch, plan: AttentionPlan, kv: KVStorage, loops: range
+    ) -> Tensor:
+        """Run ``loops`` and return the logits (R, vocab); rows without a head end with their last keys.
+
+        In the last layer nothing is read of them but keys and values, which the layer before decides.
+        """
+        for loop in loops[:-1]:
+            hidden_MD = self._block(hidden_MD, plan, kv, loop=loop)
+        loop, layer = loops[-1], self.spec.layers - 1
+        for before in range(layer):
+            hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=before)
+        heads_R = batch.head_rows_R.long()
+        rest_M = torch.ones(batch.rows, dtype=torch.bool)
+        rest_M[heads_R.cpu()] = False
+        # All keys of the batch are written before any row reads, as within a layer.
+        self._write_keys(hidden_MD, rest_M.nonzero()[:, 0].tolist(), plan, kv, loop=loop, layer=layer)
+        part_RD = hidden_MD[heads_R.to(self.device)]
+        if len(heads_R):
+            part_RD = self._layer(part_RD, self._plan(rows_of(batch, heads_R)), kv, loop=loop, layer=layer)
+        return self.head(self._close_loop(part_RD))
+
+    def _write_keys(
+        self,
+        hidden_MD: Tensor,
+        rows: Sequence[int],
+        plan: AttentionPlan,
+        kv: KVStorage,
+        *,
+        loop: int,
+        layer: int,
+    ) -> None:
+        """Write keys and values of these rows in one layer, from the residual stream before it."""
+        storage, plane = _torch_kv(kv), loop * self.spec.layers + layer
+        parts = [[row] for row in rows] if self.row_invariant else [list(rows)] if rows else []
+        for mine in parts:
+            # Fresh, as ``_parts`` has it.
+            _, key_MNH, value_MNH = self._qkv(layer, hidden_MD[mine], plan.positions_M[mine])
+            storage.keys[plane][plan.write_slots_M[mine]] = key_MNH
+            storage.values[plane][plan.write_slots_M[mine]] = value_MNH
 
     @torch.no_grad()
     def _padded_forward(self, rows: StaticRows, kv: TorchKV, loops: range) -> tuple[Tensor, Tensor]:

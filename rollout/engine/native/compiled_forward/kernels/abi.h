@@ -33,6 +33,7 @@ struct Call {
   int32_t rows, head_rows, tables, table_pages;
   int32_t loop_begin, loop_end;  // empty: no block
   int32_t screened;              // 1: the logits are the screen's
+  int32_t heads_only;            // 1: of rows without a head only keys and values are wanted, no states
   const int32_t* row_loop;       // null, or each row's own loop, in a call of one
   const int32_t* tokens;         // null: `hidden` is the input; with row_loop it is, but for rows of loop 0
   const int32_t *positions, *table, *page_table, *head_index;

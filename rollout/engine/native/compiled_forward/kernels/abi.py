@@ -97,6 +97,7 @@ class CallStruct(ctypes.Structure):
         ("loop_begin", c_int32),
         ("loop_end", c_int32),
         ("screened", c_int32),
+        ("heads_only", c_int32),
         ("row_loop", c_void_p),
         ("tokens", c_void_p),
         ("positions", c_void_p),

@@ -1,5 +1,9 @@
 // One forward over ragged rows, in one parallel region. The order of its phases is run() below.
 //
+// Keys and values of a layer are made of what the layer before it left. So where only head rows are wanted, all
+// other rows end in the last layer with writing theirs: no query, attention, output or MLP. Most rows of prompts are
+// such. The head rows go through the rest of that layer as a smaller call of their own (kept_rows.h).
+//
 // A phase is split by rows, by panels of output columns or by pieces of attention; phases that read what another
 // member wrote are a barrier apart. No split changes a result: its parts are fixed, and summed in a fixed order.
 #pragma once
@@ -9,6 +13,7 @@
 #include "abi.h"
 #include "attention_work.h"
 #include "buffer.h"
+#include "kept_rows.h"
 #include "norm.h"
 #include "phases.h"
 #include "rope.h"
@@ -60,7 +65,12 @@ struct Prepared {
 class Decoder {
  public:
   Decoder(const Model& model, team::Team* team)
-      : model_(model), layers_(model.layer, model.layer + model.layers), team_(team), prepared_(team->size()) {
+      : model_(model),
+        layers_(model.layer, model.layer + model.layers),
+        team_(team),
+        queries_{0, model.query_heads},
+        heads_{0, model.query_heads + 2 * model.kv_heads},
+        prepared_(team->size()) {
     model_.layer = layers_.data();
   }
 
@@ -73,10 +83,12 @@ class Decoder {
     auto job = [&](const Member& me) {
       if (call.tokens) embed(call, me);  // ends with the rows ready for every member
       copy_tap(call, me, call.embed_tap);
-      for (int loop = call.loop_begin; loop < call.loop_end; ++loop) {
-        for (int layer = 0; layer < model_.layers; ++layer) block(call, me, loop, layer);
+      const int whole_loops = ends_early(call) ? call.loop_end - 1 : call.loop_end;
+      for (int loop = call.loop_begin; loop < whole_loops; ++loop) {
+        for (int layer = 0; layer < model_.layers; ++layer) block(call, me, attention_, heads_, loop, layer);
         close_loop(call, me, loop);
       }
+      if (ends_early(call)) return end_early(call, me);
       finish(call, me);
     };
     team_->run(job);
@@ -136,6 +148,12 @@ class Decoder {
     return kOk;
   }
 
+  // Whether rows without a head are of no use once their last keys are written.
+  static bool ends_early(const Call& call) {
+    const bool taps = call.layer_taps || call.loop_taps || call.final_tap;
+    return call.heads_only && call.head_rows < call.rows && call.loop_begin < call.loop_end && !call.row_loop && !taps;
+  }
+
   // ---- buffers and the pieces of attention, before the region
 
   void prepare(const Call& call) {
@@ -152,8 +170,15 @@ class Decoder {
     attended_.reserve(rows, attended);
     gated_.reserve(rows, layers_[0].gate_up.panels() / 2 * panels::kColumns);
     if (layers_[0].attention_out_norm) branch_.reserve(rows, model_.hidden);
+    plan_attention(call, attention_);
+    if (!ends_early(call)) return;
+    kept_.take(call, model_.hidden);
+    plan_attention(kept_.call(), kept_attention_);
+  }
+
+  void plan_attention(const Call& call, AttentionWork& attention) {
     const HeadShape shape{model_.kv_heads, model_.query_heads / model_.kv_heads, model_.head_dim};
-    attention_.plan(shape, call.rows, team_->size(), [&](int m) {
+    attention.plan(shape, call.rows, team_->size(), [&](int m) {
       const int position = call.positions[m];
       return RowKeys{pages_of(call, m), first_key(position), position, call.row_loop ? call.row_loop[m] : 0};
     });
@@ -202,14 +227,15 @@ class Decoder {
     me.wait();
   }
 
-  void block(const Call& call, const Member& me, int loop, int layer) {
+  // Projects `heads`: all of them, or queries alone where keys and values are written already.
+  void block(const Call& call, const Member& me, AttentionWork& attention, Range heads, int loop, int layer) {
     const Layer& w = layers_[layer];
     Prepared& own = prepared(me, call.rows);
     norm(call, me, w.input_norm, w.qkv, own);
-    project_and_turn(call, me, w, own, loop, layer);
+    project_and_turn(call, me, w, own, heads, loop, layer);
     me.wait();
     lap(me, phases::kLinears);
-    attend(call, me, loop, layer);
+    attend(call, me, attention, loop, layer);
     me.wait();
     lap(me, phases::kAttention);
     encode(me, attended_, call.rows, w.o, own, true);
@@ -221,6 +247,23 @@ class Decoder {
     encode(me, gated_, call.rows, w.down, own, true);
     add_to_hidden(call, me, w.down, gated_, own, w.mlp_out_norm);
     if (call.layer_taps) copy_tap(call, me, call.layer_taps[(loop - call.loop_begin) * model_.layers + layer]);
+  }
+
+  // The last loop and the head, where rows without a head end with their last keys and values.
+  void end_early(const Call& call, const Member& me) {
+    const int loop = call.loop_end - 1, layer = model_.layers - 1;
+    for (int before = 0; before < layer; ++before) block(call, me, attention_, heads_, loop, before);
+    const Layer& w = layers_[layer];
+    Prepared& own = prepared(me, call.rows);
+    norm(call, me, w.input_norm, w.qkv, own);
+    project_and_turn(call, me, w, own, {queries_.end, heads_.end}, loop, layer);
+    if (call.head_rows > 0) kept_.gather(call, me.share(call.head_rows));
+    me.wait();
+    lap(me, phases::kLinears);
+    if (call.head_rows == 0) return;
+    block(kept_.call(), me, kept_attention_, queries_, loop, layer);
+    close_loop(kept_.call(), me, loop);
+    finish(kept_.call(), me);
   }
 
   // Ends with the states of the loop ready for every member.
@@ -267,10 +310,11 @@ class Decoder {
   }
 
   // Queries, keys and values, dealt by whole heads, so that who computed a head also turns it and writes it.
-  void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, int loop,
+  void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, Range all, int loop,
                         int layer) {
     const int per_head = model_.head_dim / panels::kColumns;
-    me.deal(model_.query_heads + 2 * model_.kv_heads, 1, [&](Range heads) {
+    me.deal(all.end - all.begin, 1, [&](Range dealt) {
+      const Range heads{all.begin + dealt.begin, all.begin + dealt.end};
       apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
             [this](int panel, int row, F16 y) { simd::store(qkv_.row(row) + panel * panels::kColumns, y); });
       lap(me, phases::kLinears);
@@ -309,8 +353,8 @@ class Decoder {
 
   KvPages pages(const Call& call) const { return {call.kv, call.kv_pages, model_.kv_heads, model_.head_dim}; }
 
-  void attend(const Call& call, const Member& me, int loop, int layer) {
-    attention_.run(
+  void attend(const Call& call, const Member& me, AttentionWork& attention, int loop, int layer) {
+    attention.run(
         me, pages(call), [&](int m) { return plane_of(call, m, loop, layer); },
         [this](int m) { return qkv_.row(m); }, [this](int m) { return attended_.row(m); });
   }
@@ -400,10 +444,12 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   team::Team* team_;
+  const Range queries_, heads_;  // of the fused projection: queries, then keys, then values
   std::vector<Prepared> prepared_;
   Rows qkv_, attended_, gated_;
   Rows branch_;  // a linear's output on its way through the norm before the residual add
-  AttentionWork attention_;
+  KeptRows kept_;
+  AttentionWork attention_, kept_attention_;
   phases::Stopwatch watch_;
 };
 

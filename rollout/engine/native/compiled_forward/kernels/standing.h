@@ -31,6 +31,7 @@ class Part {
     forward::Call one = call_;
     one.rows = static_cast<int32_t>(rows_.size());
     one.head_rows = 0;
+    one.heads_only = 0;  // later passes go on from all of these states
     one.loop_begin = begin, one.loop_end = end;
     one.tokens = begin == 0 ? tokens_.data() : nullptr;
     one.positions = positions_.data();
