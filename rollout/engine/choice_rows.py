@@ -17,6 +17,7 @@ from rollout.engine.chooser_call import (
     add_filters,
     choices_of,
 )
+from rollout.engine.noise import COUPLED_STREAM
 from rollout.engine.target import Choice, TargetRow
 from rollout.types import SamplingParams
 
@@ -35,10 +36,12 @@ class _Column:
 
 
 class ChoiceRows:
-    """A call that chooses with coupled noise and tells logprobs, with all it points into but the logits."""
+    """A call that chooses with coupled noise, with all it points into but the logits."""
 
-    def __init__(self, *, vocab_size: int) -> None:
-        self.call = CallStruct(vocab=vocab_size, mode=CHOOSE)
+    def __init__(self, *, vocab_size: int, logprobs: bool = True) -> None:
+        """Without ``logprobs`` nobody asks for those, and ``choices`` cannot be."""
+        self.call = CallStruct(vocab=vocab_size, mode=CHOOSE, stream=COUPLED_STREAM)
+        self._tells_logprobs = logprobs
         self._params: list[SamplingParams] = []
         """Of the last call's rows."""
         self._filters: list[array[Any]] = []
@@ -54,7 +57,8 @@ class ChoiceRows:
         call = self.call
         call.seeds, call.positions = self._seeds.address, self._positions.address
         call.temperatures, call.tokens = self._temperatures.address, self._tokens.address
-        call.logprobs, call.finite = self._logprobs.address, self._finite.address
+        call.logprobs = self._logprobs.address if self._tells_logprobs else None
+        call.finite = self._finite.address
         self._params = []
 
     def fill(self, rows: Sequence[TargetRow]) -> None:

@@ -102,14 +102,14 @@ def verify_coupled(drafts: Sequence[int], choices: Sequence[Choice]) -> Verdict:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} choices, got {len(choices)}")
     if not len(drafts):
         return plain_verdict(choices[0])
-    tokens: list[tuple[Choice, Origin]] = []
+    kept = 0
     for draft, choice in zip(drafts, choices, strict=False):
-        if not choice.finite or choice.token != draft:
-            tokens.append((choice, "corrected"))
-            return Verdict(accepted=len(tokens) - 1, tokens=tokens)
-        tokens.append((choice, "accepted"))
-    tokens.append((choices[len(drafts)], "bonus"))
-    return Verdict(accepted=len(drafts), tokens=tokens)
+        if choice.token != draft or not choice.finite:
+            break
+        kept += 1
+    tokens: list[tuple[Choice, Origin]] = [(choice, "accepted") for choice in choices[:kept]]
+    tokens.append((choices[kept], "corrected" if kept < len(drafts) else "bonus"))
+    return Verdict(kept, tokens)
 
 
 def verify_token(

@@ -16,7 +16,7 @@ from controller.types import VerifyMode
 from rollout.engine.native.drafts.view import noise_seed
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.native.work import Work
-from rollout.engine.target import Choice, Chooser, TargetRow
+from rollout.engine.target import Choice, Chooser, TargetRow, needs_edits
 from rollout.engine.verify import (
     Decisions,
     NoiseDecisions,
@@ -104,10 +104,7 @@ class Judge:
         for sequence in work.choosing:
             drafted = work.drafts_of(sequence)
             seed = noise_seed(sequence, self._mode)
-            rows = [sequence.target_row([], seed=seed)]
-            rows += [
-                sequence.target_row(drafted.tokens[:i], seed=seed) for i in range(1, len(drafted.tokens) + 1)
-            ]
+            rows = _rows(sequence, drafted.tokens, seed=seed)
             spans.append(_Span(sequence, drafted.tokens, drafted.probs, start, rows))
             start += len(rows)
         return spans
@@ -147,3 +144,15 @@ class Judge:
         choices = self._chooser.score(logits_RV[: len(tokens)], span.rows[: len(tokens)], tokens)
         origins = [origin for _, origin in sampled.tokens]
         return Verdict(accepted=sampled.accepted, tokens=list(zip(choices, origins, strict=True)))
+
+
+def _rows(sequence: LiveSequence, drafts: list[int], *, seed: int | None) -> list[TargetRow]:
+    """Return what shapes the choice after the last token, and after each draft."""
+    first = sequence.target_row([], seed=seed)
+    if needs_edits(first):
+        rows = [sequence.target_row(drafts[:i], seed=seed) for i in range(1, len(drafts) + 1)]
+        return [first, *rows]
+    # Nothing that later tokens could change: the rows differ in their positions alone.
+    own_seed, start, params, counts, prompt, banned = first
+    end = start + len(drafts) + 1
+    return [TargetRow(own_seed, at, params, counts, prompt, banned) for at in range(start, end)]

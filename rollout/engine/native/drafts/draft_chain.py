@@ -3,8 +3,9 @@
 What Python would do between two passes takes longer than a pass of a small policy. The tokens are those of
 ``NativeDraftModel.step``, pass by pass: the same kernels run on the same rows. Only where a head has a
 screen, which does not rank its choice among the first, is a draft another one: rare, and a draft is a guess.
+Structs are kept from round to round.
 
-Shapes: S sequences with a page table, P pages of the longest table.
+Shapes: S sequences with a page table, P pages of the longest table, M sequences that draft, G passes.
 """
 
 from array import array
@@ -12,15 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from controller.types import ForwardSeconds
-from rollout.engine.chooser_call import CHOOSE, PortStruct, call_of
+from rollout.engine.choice_rows import ChoiceRows
+from rollout.engine.chooser_call import PortStruct
 from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.decoder import KVStorage
-from rollout.engine.noise import COUPLED_STREAM
 from rollout.engine.target import TargetRow
 
 SHORTLIST = 8
@@ -64,74 +62,68 @@ class ChainRun:
     """What ended the chain before its time."""
 
 
-def run_chain(
-    decoder: CompiledDecoder,
-    rows: Sequence[ChainRow],
-    *,
-    loops: range,
-    kv: KVStorage,
-    page_table_SP: NDArray[np.int32],
-    page_table_address: int,
-    port: PortStruct,
-    states_address: int | None,
-    shortlist: int = SHORTLIST,
-) -> ChainRun:
-    """Draft for every row until its gamma is reached; ``rows`` stand by falling gamma.
+class DraftChains:
+    """Runs chains of one decoder's loops, always in the same memory."""
 
-    Pages up to the last draft must be reserved. States go to ``states_address``, float32, a row for every row
-    of every pass in order, nowhere when that is None. An error ends the chain; drafts before it are sound.
-    Where the decoder has a screen, the head looks at ``shortlist`` tokens of a row alone; at all where any
-    row has filters, which need the mass of all tokens.
-    """
-    count, gammas = len(rows), [row.gamma for row in rows]
-    targets = [row.target for row in rows]
-    choose, owned = call_of(targets, vocab_size=decoder.spec.vocab_size)
-    choose.row_stride = decoder.spec.vocab_size
-    choose.mode, choose.stream = CHOOSE, COUPLED_STREAM
-    memory = decoder.memory_of(kv)
-    numbers = array("i", [target.position - 1 for target in targets])
-    numbers.extend([row.slot for row in rows])
-    numbers.extend(gammas)
-    numbers.extend(range(2 * count))  # head rows, then room for what is finite
-    numbers.extend([row.token for row in rows])
-    numbers.frombytes(bytes(_INT32 * count * gammas[0]))
-    start, each = numbers.buffer_info()[0], _INT32 * count
-    call = abi.ChainStruct(
-        forward=abi.CallStruct(
-            rows=count,
-            tables=page_table_SP.shape[0],
-            table_pages=page_table_SP.shape[1],
-            loop_begin=loops.start,
-            loop_end=loops.stop,
-            table=start + each,
-            page_table=page_table_address,
-            head_index=start + 3 * each,
-            kv=memory.data.data_ptr(),
-            kv_pages=memory.pages,
-            hidden=states_address,
-        ),
-        choose=choose,
-        port=port,
-        positions=start,
-        gammas=start + 2 * each,
-        finite=start + 4 * each,
-        tokens=start + 5 * each,
-        next=choose.positions,
-        shortlist=shortlist if decoder.screens and not choose.top_k else 0,
-        keep_states=states_address is not None,
-    )
-    status, split = decoder.run_chain(call)
-    del owned  # what ``choose`` pointed into
-    error = abi.STATUS[status] if status else ""
-    if call.forwards > call.passes:
-        error = "the drafter's logits are not finite"
-    by_pass = numbers[5 * count :].tolist()
-    tokens = [by_pass[m::count] for m in range(count)]  # of row m
-    forwards, passes = call.forwards, call.passes
-    return ChainRun(
-        drafts=[t[1 : 1 + min(gamma, passes)] for t, gamma in zip(tokens, gammas, strict=True)],
-        fed=[t[: min(gamma, forwards)] for t, gamma in zip(tokens, gammas, strict=True)],
-        split=split,
-        choose_s=call.choose_s,
-        error=error,
-    )
+    def __init__(self, decoder: CompiledDecoder, port: PortStruct, *, loops: range) -> None:
+        self.shortlist = SHORTLIST
+        """Where the decoder has a screen, the head looks at so many tokens of a row alone; at all where any row
+        has filters, which need the mass of all tokens."""
+        self._decoder = decoder
+        self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size, logprobs=False)
+        self._call = abi.ChainStruct(port=port)
+        self._call.forward.loop_begin, self._call.forward.loop_end = loops.start, loops.stop
+
+    def run(
+        self,
+        rows: Sequence[ChainRow],
+        *,
+        kv: KVStorage,
+        page_table: tuple[int, int, int],
+        states_address: int | None,
+    ) -> ChainRun:
+        """Draft for every row until its gamma is reached; ``rows`` stand by falling gamma.
+
+        ``page_table`` is the address of S x P numbers, S and P. Pages up to the last draft must be reserved.
+        States go to ``states_address``, float32, a row for every row of every pass in order, nowhere when
+        that is None. An error ends the chain; drafts before it are sound.
+        """
+        count, memory = len(rows), self._decoder.memory_of(kv)
+        last, slots, gammas, targets = zip(*rows, strict=True)
+        self._rows.fill(targets)
+        numbers = array("i", [target.position - 1 for target in targets])
+        numbers.extend(slots)
+        numbers.extend(gammas)
+        numbers.extend(range(2 * count))  # head rows, then room for what is finite
+        numbers.extend(last)
+        numbers.frombytes(bytes(_INT32 * count * gammas[0]))
+        start, each = numbers.buffer_info()[0], _INT32 * count
+        call = self._call
+        call.choose = self._rows.call
+        call.choose.row_stride = call.choose.vocab
+        forward = call.forward
+        forward.rows = count
+        forward.page_table, forward.tables, forward.table_pages = page_table
+        forward.table, forward.head_index = start + each, start + 3 * each
+        forward.kv, forward.kv_pages = memory.data.data_ptr(), memory.pages
+        forward.hidden = states_address
+        call.positions, call.gammas, call.finite = start, start + 2 * each, start + 4 * each
+        call.tokens, call.next = start + 5 * each, call.choose.positions
+        call.shortlist = self.shortlist if self._decoder.screens and not call.choose.top_k else 0
+        call.keep_states = states_address is not None
+        call.forwards = call.passes = 0
+        call.choose_s = 0.0
+        status, split = self._decoder.run_chain(call)
+        forwards, passes = call.forwards, call.passes
+        error = abi.STATUS[status] if status else ""
+        if forwards > passes:
+            error = "the drafter's logits are not finite"
+        by_pass = numbers[5 * count :].tolist()
+        tokens = [by_pass[m::count] for m in range(count)]  # of row m
+        return ChainRun(
+            drafts=[t[1 : 1 + min(gamma, passes)] for t, gamma in zip(tokens, gammas, strict=True)],
+            fed=[t[: min(gamma, forwards)] for t, gamma in zip(tokens, gammas, strict=True)],
+            split=split,
+            choose_s=call.choose_s,
+            error=error,
+        )

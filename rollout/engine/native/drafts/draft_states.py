@@ -106,7 +106,7 @@ class DraftStates:
     def keep_chain(
         self,
         requests: Sequence[DraftRequest],
-        fed: Sequence[Sequence[int]],
+        fed: Sequence[list[int]],
         *,
         first: int,
         depth: int,
@@ -114,8 +114,8 @@ class DraftStates:
         """Take the states of a whole chain of passes through ``depth`` loops; ``overwritten`` came before it.
 
         Request i was fed ``fed[i]``, its last committed token first, one token per pass, and ``fed`` never
-        gets longer from one request to the next. Memory that ``room`` gave has a state per token from row
-        ``first`` on, pass by pass.
+        gets longer from one request to the next; its lists are this object's from now on. Memory that
+        ``room`` gave has a state per token from row ``first`` on, pass by pass.
         """
         counts = [len(tokens) for tokens in fed]
         firsts = _firsts(counts, first)
@@ -123,7 +123,7 @@ class DraftStates:
             self._chains[request.key] = _Chain(
                 start=len(request.tokens) - 1,
                 depth=depth,
-                tokens=list(tokens),
+                tokens=tokens,
                 states=[start + row for start in firsts[:count]],
             )
 

@@ -18,7 +18,7 @@ from drafters.types import (
 from rollout.engine import noise
 from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.decoder import Decoder, KVStorage
-from rollout.engine.native.drafts.draft_chain import ChainRow, run_chain
+from rollout.engine.native.drafts.draft_chain import ChainRow, DraftChains
 from rollout.engine.native.drafts.draft_states import DraftStates
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import RowBatch, int32
@@ -90,13 +90,13 @@ class NativeDraftModel:
         self.decoder = decoder
         self.reused_loops = reused_loops
         self.loops = range(reused_loops or decoder.spec.loops)
+        self._chains = _chains(state, decoder, self.loops)
 
     def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
         """Implements ``drafters.types.DraftModel.chain``: in ``coupled``, compiled, where nothing edits
         the logits."""
-        state, decoder = self._state, self.decoder
-        port = state.chooser.port
-        if port is None or state.verify != "coupled" or not isinstance(decoder, CompiledDecoder):
+        state, chains = self._state, self._chains
+        if chains is None:
             return None
         order = sorted((i for i, gamma in enumerate(gammas) if gamma), key=lambda i: -gammas[i])
         sequences = [state.scheduler.running[requests[i].key] for i in order]
@@ -108,20 +108,17 @@ class NativeDraftModel:
         states.overwritten(asked, [()] * len(asked))
         address, first = None, 0
         if self.reused_loops:
-            width = decoder.spec.hidden_size
+            width = self.decoder.spec.hidden_size
             memory_ND, first = states.room(sum(gammas), width)
             address = memory_ND.data_ptr() + first * width * memory_ND.element_size()
-        run = run_chain(
-            decoder,
+        scheduler = state.scheduler
+        run = chains.run(
             [
-                ChainRow(token=request.tokens[-1], slot=s.slot, gamma=gammas[i], target=target)
+                ChainRow(request.tokens[-1], s.slot, gammas[i], target)
                 for i, request, s, target in zip(order, asked, sequences, targets, strict=True)
             ],
-            loops=self.loops,
             kv=state.storage,
-            page_table_SP=state.scheduler.page_table,
-            page_table_address=state.scheduler.page_table_address,
-            port=port,
+            page_table=(scheduler.page_table_address, *scheduler.page_table.shape),
             states_address=address,
         )
         if self.reused_loops:
@@ -162,3 +159,11 @@ class NativeDraftModel:
         return DraftStep(
             tokens=[c.token for c in choices], probs=None if probs_RV is None else list(probs_RV)
         )
+
+
+def _chains(state: EngineState, decoder: Decoder, loops: range) -> DraftChains | None:
+    """Return what drafts in one call; None where passes must be run one by one whatever is asked for."""
+    port = state.chooser.port
+    if port is None or state.verify != "coupled" or not isinstance(decoder, CompiledDecoder):
+        return None
+    return DraftChains(decoder, port, loops=loops)

@@ -6,6 +6,7 @@ For sequences whose target distribution nothing edits: penalties, bias and bans 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
+from struct import Struct
 from typing import ClassVar
 
 from rollout.engine.chooser_call import COLUMNS, PortStruct
@@ -19,6 +20,8 @@ from rollout.types import Origin
 _NONE = -1
 _ORIGINS: tuple[Origin, ...] = ("plain", "accepted", "corrected")
 """``lanes::Origin``, in its order."""
+
+_ACCEPTED = _ORIGINS.index("accepted")
 
 _MASK_64 = (1 << 64) - 1
 _MAX_TOP_K = (1 << 31) - 1
@@ -65,6 +68,10 @@ class CommitStruct(ctypes.Structure):
     ]
 
 
+_COMMIT = Struct("4d4i")
+"""``CommitStruct``, read whole: field by field takes several times as long."""
+
+
 class LanesStruct(ctypes.Structure):
     """``lanes::Call``."""
 
@@ -97,7 +104,10 @@ class CompiledLanes:
         self._engine = state
         self._decoder = decoder
         self._port = port
-        self._depth = depth
+        self._phase_s = (c_double * len(abi.PHASES))()
+        self._call = LanesStruct(
+            loops=decoder.spec.loops, depth=depth, phase_s=ctypes.addressof(self._phase_s)
+        )
 
     def run(self, chains: Sequence[Chain], states: LaneStates, spent: Spent, *, passes: int) -> None:
         """Run so many passes, but none beyond the first ``loops`` once a chain is over.
@@ -108,45 +118,38 @@ class CompiledLanes:
         chain_B, stops = _chain_structs(chains)
         lane_BL = _lane_structs(chains, each)
         commit_BT = (CommitStruct * (len(chains) * passes))()
-        phase_s = (c_double * len(abi.PHASES))()
-        call = LanesStruct(
-            forward=self._forward(),
-            port=self._port,
-            chain=ctypes.addressof(chain_B),
-            lane=ctypes.addressof(lane_BL),
-            commit=ctypes.addressof(commit_BT),
-            stops=ctypes.addressof(stops),
-            states=states.states_ND.data_ptr(),
-            phase_s=ctypes.addressof(phase_s),
-            chains=len(chains),
-            lanes_each=each,
-            loops=self._decoder.spec.loops,
-            depth=self._depth,
-            filters=any(c.sequence.params.has_filters for c in chains),
-            most_passes=passes,
-        )
+        call = self._call
+        call.port = self._port
+        self._set_memory(call.forward)
+        self._phase_s[:] = [0.0] * len(abi.PHASES)
+        call.chain, call.lane = ctypes.addressof(chain_B), ctypes.addressof(lane_BL)
+        call.commit, call.stops = ctypes.addressof(commit_BT), ctypes.addressof(stops)
+        call.states = states.states_ND.data_ptr()
+        call.chains, call.lanes_each, call.most_passes = len(chains), each, passes
+        call.filters = any(c.sequence.params.has_filters for c in chains)
+        call.rows = call.context_tokens = call.passes = 0
+        call.choose_s = 0.0
         self._decoder.run_lanes(call)
+        commits = memoryview(commit_BT).cast("B")
         for index, (chain, result) in enumerate(zip(chains, chain_B, strict=True)):
-            _take(chain, result, lane_BL, index * each, commit_BT, index * passes)
+            first = index * passes * _COMMIT.size
+            _take_commits(chain, commits[first : first + result.committed * _COMMIT.size])
+            chain.lanes = _lanes(lane_BL[index * each : index * each + result.lanes])
+            chain.over = bool(result.over)
             if result.unread:
                 spent.unread.add(chain.sequence.key)
         spent.passes += call.passes
         spent.rows += call.rows
         spent.context_tokens += call.context_tokens
         if call.passes:
-            self._engine.clock.chained(seconds_of(phase_s), call.choose_s)
+            self._engine.clock.chained(seconds_of(self._phase_s), call.choose_s)
 
-    def _forward(self) -> abi.CallStruct:
-        page_table_SP = self._engine.scheduler.page_table
+    def _set_memory(self, forward: abi.CallStruct) -> None:
+        scheduler = self._engine.scheduler
         memory = self._decoder.memory_of(self._engine.storage)
-        tables, table_pages = page_table_SP.shape
-        return abi.CallStruct(
-            tables=tables,
-            table_pages=table_pages,
-            page_table=page_table_SP.ctypes.data,
-            kv=memory.data.data_ptr(),
-            kv_pages=memory.pages,
-        )
+        forward.tables, forward.table_pages = scheduler.page_table.shape
+        forward.page_table = scheduler.page_table_address
+        forward.kv, forward.kv_pages = memory.data.data_ptr(), memory.pages
 
 
 def _chain_structs(chains: Sequence[Chain]) -> "tuple[ctypes.Array[ChainStruct], ctypes.Array[c_int32]]":
@@ -184,37 +187,22 @@ def _lane_structs(chains: Sequence[Chain], each: int) -> "ctypes.Array[LaneStruc
     return structs
 
 
-def _take(
-    chain: Chain,
-    result: ChainStruct,
-    lane_BL: "ctypes.Array[LaneStruct]",
-    first_lane: int,
-    commit_BT: "ctypes.Array[CommitStruct]",
-    first_commit: int,
-) -> None:
-    """Give a chain what a call made of it."""
-    for commit in commit_BT[first_commit : first_commit + result.committed]:
-        raw, scaled, target, kept = commit.logprobs
-        finite = bool(commit.finite)
-        choice = Choice(
-            token=commit.token,
-            raw_logprob=raw,
-            scaled_logprob=scaled,
-            target_logprob=target,
-            kept_logmass=kept,
-            finite=finite,
-        )
-        origin = _ORIGINS[commit.origin]
-        chain.tokens.append((choice, origin))
-        if commit.draft != _NONE:
-            chain.drafts.append(commit.draft)
-            chain.accepted += origin == "accepted"
-    chain.lanes = [
+def _take_commits(chain: Chain, commits: memoryview) -> None:
+    """Give a chain what a call chose for it."""
+    for raw, scaled, target, kept, token, finite, origin, draft in _COMMIT.iter_unpack(commits):
+        choice = Choice(token, raw, scaled, target, kept, bool(finite))
+        chain.tokens.append((choice, _ORIGINS[origin]))
+        if draft != _NONE:
+            chain.drafts.append(draft)
+            chain.accepted += origin == _ACCEPTED
+
+
+def _lanes(structs: Sequence[LaneStruct]) -> list[Lane]:
+    return [
         Lane(
             token=lane.token,
             loops_run=lane.loops_run,
             successor=None if lane.successor == _NONE else lane.successor,
         )
-        for lane in lane_BL[first_lane : first_lane + result.lanes]
+        for lane in structs
     ]
-    chain.over = bool(result.over)
