@@ -36,7 +36,7 @@ class DrafterConfig:
     """Loops of a looped policy after which a token proposes its successor in ``wavefront``. The fewer, the
     more tokens travel at once: worth it as long as that readout is usually right."""
 
-    wavefront_passes: int = 32
+    wavefront_passes: int = 64
     """Most passes of a ``wavefront`` round in which nothing else is computed, divided among its sequences.
     More of them spare what a round costs beside its passes; whatever arrives meanwhile waits for their end. A
     policy whose passes are long runs fewer, none fewer than it has loops: what plain decoding takes."""

@@ -87,7 +87,7 @@ class EvaluateConfig:
 
     gammas: tuple[int, ...] = ()
     """Draft tokens; of ``wavefront`` lanes beyond the first, as far as its pipeline has any. Empty: 1, 2, 4
-    and 8, and ``drafter.max_gamma`` in place of those beyond it."""
+    and 8, with ``drafter.max_gamma`` in place of those beyond it, and 12 and 16 where it allows."""
 
     concurrencies: tuple[int, ...] = (1, 8)
     """Of the sweep: sequences in the engine at once."""

@@ -43,6 +43,8 @@ from rollout.types import Request, SamplingParams
 EQUAL, DIFFERENT = 0, 1
 
 USUAL_GAMMAS = (1, 2, 4, 8)
+LONG_GAMMAS = (12, 16)
+"""Tried as well where ``drafter.max_gamma`` allows."""
 
 TEXTS_SHARE = 1 / 3
 """Of the time allowed, what free texts may take at most."""
@@ -88,7 +90,7 @@ def _with_gammas(job: JobConfig) -> EvaluateConfig:
         job.evaluate,
         gammas=gammas_to_try(
             job.evaluate.gammas,
-            usual=USUAL_GAMMAS,
+            usual=(*USUAL_GAMMAS, *(g for g in LONG_GAMMAS if g <= job.drafter.max_gamma)),
             max_gamma=job.drafter.max_gamma,
             setting="evaluate.gammas",
         ),

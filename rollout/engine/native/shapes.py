@@ -9,8 +9,8 @@ from drafters.wavefront import WavefrontDrafter
 from rollout.engine.native.drafts.view import NativeDraftModel
 from rollout.policy.spec import ModelSpec
 
-LANE_ROUND_BYTES = 64_000_000
-"""Weights that the passes of a pipeline's own round read together, at most: a few milliseconds of a CPU.
+LANE_ROUND_BYTES = 128_000_000
+"""Weights that the passes of a pipeline's own round read together, at most: some five milliseconds of a CPU.
 What a round costs beside them, some tenths of one, is little then; longer ones would only let others wait."""
 
 

@@ -16,8 +16,7 @@ from drafters.registry import build
 from drafters.types import DraftChain, DraftError, DraftModel, DraftRequest, DraftStep, Proposal
 from rollout.config import EngineConfig
 from rollout.engine.native.compiled_forward.decoder import CompiledKV, compiled_unavailable
-from rollout.engine.native.drafts import view
-from rollout.engine.native.drafts.draft_chain import run_chain
+from rollout.engine.native.drafts import draft_chain
 from rollout.engine.native.drafts.view import NativeDraftModel
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.work import draft_request
@@ -172,7 +171,7 @@ def test_whole_rollouts_are_drafted_by_chains_alone(name: str) -> None:
 
 
 def looking_at(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(view, "run_chain", partial(run_chain, shortlist=tokens))
+    monkeypatch.setattr(draft_chain, "SHORTLIST", tokens)
 
 
 @pytest.mark.parametrize("head_bits", [8, 16])
