@@ -8,6 +8,8 @@ Shapes: M rows, N states.
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from controller.types import VerifyMode
 from rollout.engine.choice_rows import ChoiceRows
 from rollout.engine.chooser_call import PortStruct
@@ -15,7 +17,7 @@ from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.depths import Standing
-from rollout.engine.native.loops import checked_standing
+from rollout.engine.native.loops import check_kept_states, checked_standing
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.target import Choice, TargetRow
@@ -29,6 +31,9 @@ class ForwardChooser:
         self._clock = clock
         self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size)
         self._call = abi.ChoosingStruct(port=port)
+        self._states = 0
+        self._states_ND: Tensor | None = None
+        """The last states that were found to be what compiled code reads: mostly the next round's as well."""
 
     def choose(
         self, batch: RowBatch, kv: KVStorage, standing: Standing | None, rows: Sequence[TargetRow]
@@ -44,12 +49,15 @@ class ForwardChooser:
         call.choose = self._rows.call
         call.depths = None
         if standing is not None:
-            states_ND = standing.states_ND
+            spec, states_ND = self._decoder.spec, standing.states_ND
+            if states_ND is not self._states_ND:
+                check_kept_states(spec, states_ND)
+                self._states_ND, self._states = states_ND, len(states_ND)
+                call.states = states_ND.data_ptr()
             depth_M, number_M = checked_standing(
-                self._decoder.spec, standing.depths, standing.numbers, states_ND, rows=batch.rows
+                standing.depths, standing.numbers, states=self._states, rows=batch.rows
             )
             call.depths, call.numbers = depth_M.buffer_info()[0], number_M.buffer_info()[0]
-            call.states = states_ND.data_ptr()
         split = self._decoder.run_choosing(call, batch, kv)
         self._clock.chained(split, call.choose_s)
         return self._rows.choices()

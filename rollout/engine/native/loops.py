@@ -81,21 +81,26 @@ def check_states(spec: ModelSpec, hidden_MD: Tensor, *, rows: int) -> None:
         )
 
 
+def check_kept_states(spec: ModelSpec, states_ND: Tensor) -> None:
+    """Raise ``ValueError`` unless ``states_ND`` are states as compiled code reads them."""
+    if states_ND.dtype != torch.float32 or not states_ND.is_contiguous():
+        raise ValueError("states must be contiguous float32")
+    check_states(spec, states_ND, rows=len(states_ND))
+
+
 def checked_standing(
-    spec: ModelSpec, depths: Sequence[int], numbers: Sequence[int], states_ND: Tensor, *, rows: int
+    depths: Sequence[int], numbers: Sequence[int], *, states: int, rows: int
 ) -> "tuple[array[int], array[int]]":
     """Return depths and numbers of states, int32, as compiled code reads them.
 
-    Raises ``ValueError`` unless each of ``rows`` rows has one of each, and every number names a state.
+    Raises ``ValueError`` unless each of ``rows`` rows has one of each, and every number names one of so many
+    ``states``.
     """
     depth_M, number_M = array("i", depths), array("i", numbers)
     if not rows == len(depth_M) == len(number_M):
         raise ValueError("depths and numbers must name every row")
-    if states_ND.dtype != torch.float32 or not states_ND.is_contiguous():
-        raise ValueError("states must be contiguous float32")
-    check_states(spec, states_ND, rows=len(states_ND))
-    if not 0 <= min(numbers) <= max(numbers) < len(states_ND):
-        raise ValueError(f"numbers must name rows of {len(states_ND)} states")
+    if not 0 <= min(numbers) <= max(numbers) < states:
+        raise ValueError(f"numbers must name rows of {states} states")
     return depth_M, number_M
 
 

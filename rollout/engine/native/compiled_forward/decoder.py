@@ -24,7 +24,13 @@ from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.compiled_forward.scratch import RowBuffer
 from rollout.engine.native.compiled_forward.weights import PANEL, PackedCodes, Weights, checked_linear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
-from rollout.engine.native.loops import check_states, checked_loops, checked_standing, tap_place
+from rollout.engine.native.loops import (
+    check_kept_states,
+    check_states,
+    checked_loops,
+    checked_standing,
+    tap_place,
+)
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
@@ -221,7 +227,8 @@ class CompiledDecoder:
         Row m has had ``depths[m]`` loops, fewer than all, and goes on from state ``numbers[m]``; with none of
         them it starts at its token. Nobody wants the states it ends with: ``hidden_MD`` is empty.
         """
-        depth_M, number_M = checked_standing(self.spec, depths, numbers, states_ND, rows=batch.rows)
+        check_kept_states(self.spec, states_ND)
+        depth_M, number_M = checked_standing(depths, numbers, states=len(states_ND), rows=batch.rows)
         call = self._call(batch, kv, range(self.spec.loops))
         call.tokens = batch.token_ids_M.data_ptr()
         call.heads_only = True

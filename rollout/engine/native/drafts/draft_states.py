@@ -53,6 +53,9 @@ class DraftStates:
         self._chains: dict[int, _Chain] = {}
         self._memory_ND = torch.empty(0, 0)
         """Used again in every round."""
+        self._kind: tuple[int, torch.dtype, torch.device] | None = None
+        self._capacity = 0
+        """Rows of it: asking a tensor takes longer."""
         self._count = 0
 
     def clear(self) -> None:
@@ -67,10 +70,10 @@ class DraftStates:
 
         Rows before keep what they hold; the memory is valid until the next call.
         """
-        needed, memory_ND = self._count + rows, self._memory_ND
-        fits = memory_ND.shape[1] == width and memory_ND.dtype == dtype and memory_ND.device == device
-        if not fits or memory_ND.shape[0] < needed:
+        needed, memory_ND, kind = self._count + rows, self._memory_ND, (width, dtype, device)
+        if kind != self._kind or needed > self._capacity:
             self._memory_ND = torch.empty(2 * needed, width, dtype=dtype, device=device)
+            self._kind, self._capacity = kind, 2 * needed
             if self._count:
                 self._memory_ND[: self._count] = memory_ND[: self._count]
         first, self._count = self._count, needed
