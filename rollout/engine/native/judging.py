@@ -149,7 +149,7 @@ class Judge:
 def _rows(sequence: LiveSequence, drafts: list[int], *, seed: int | None) -> list[TargetRow]:
     """Return what shapes the choice after the last token, and after each draft."""
     first = sequence.target_row([], seed=seed)
-    if needs_edits(first):
+    if sequence.edits_logits and needs_edits(first):
         rows = [sequence.target_row(drafts[:i], seed=seed) for i in range(1, len(drafts) + 1)]
         return [first, *rows]
     # Nothing that later tokens could change: the rows differ in their positions alone.

@@ -70,9 +70,13 @@ class LiveSequence:
     prompt_tokens: int = field(init=False)
     """Length of the prompt."""
 
+    edits_logits: bool = field(init=False)
+    """Whether its target distribution is ever more than its logits, temperature and filters."""
+
     def __post_init__(self) -> None:
-        self.params = self.request.params
+        params = self.params = self.request.params
         self.prompt_tokens = len(self.request.prompt_ids)
+        self.edits_logits = bool(params.min_tokens or params.logit_bias or params.has_penalties)
 
     @property
     def under_way(self) -> bool:
@@ -102,6 +106,9 @@ class LiveSequence:
         """
         params = self.params
         counts: Counter[int] = self.output_counts
+        if not self.edits_logits:
+            own = self.request.seed if seed is None else seed
+            return TargetRow(own, len(self.tokens) + len(drafts), params, counts, self.prompt_set)
         if drafts and params.has_penalties:
             counts = counts + Counter(drafts)
         banned: tuple[int, ...] = ()

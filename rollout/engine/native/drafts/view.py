@@ -101,7 +101,7 @@ class NativeDraftModel:
         order = sorted((i for i, gamma in enumerate(gammas) if gamma), key=lambda i: -gammas[i])
         sequences = [state.scheduler.running[requests[i].key] for i in order]
         targets = [s.target_row([], seed=None) for s in sequences]
-        if any(needs_edits(target) for target in targets):
+        if any(s.edits_logits and needs_edits(t) for s, t in zip(sequences, targets, strict=True)):
             return None
         asked = [requests[i] for i in order]
         states = state.draft_states
