@@ -61,7 +61,10 @@ def engine_of(
     **config: int,
 ) -> NativeEngine:
     settings = EngineConfig(**{"max_batch": 8, "max_context_tokens": 128, **config})  # type: ignore[arg-type]
-    drafter = DrafterConfig(wavefront_depth=depth, w4_kernel="auto" if compiled else "torch")
+    # Rounds short enough for these texts to have several of them.
+    drafter = DrafterConfig(
+        wavefront_depth=depth, wavefront_passes=32, w4_kernel="auto" if compiled else "torch"
+    )
     return tiny_engine(policy, [build(n, drafter) for n in drafters], compiled=compiled, config=settings)
 
 
