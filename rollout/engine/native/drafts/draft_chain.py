@@ -67,8 +67,8 @@ class DraftChains:
 
     def __init__(self, decoder: CompiledDecoder, port: PortStruct, *, loops: range) -> None:
         self.shortlist = SHORTLIST
-        """Where the decoder has a screen, the head looks at so many tokens of a row alone; at all where any row
-        has filters, which need the mass of all tokens."""
+        """Where the decoder has a screen, the head looks at so many tokens of a row alone; at all where any
+        row has filters, which need the mass of all tokens."""
         self._decoder = decoder
         self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size, logprobs=False)
         self._call = abi.ChainStruct(port=port)
