@@ -4,7 +4,7 @@ Rows of prompts, of plain decoding and of drafts without states start at their t
 states start after its loops. The shallowest go first and meet the next deeper ones where those stand: one
 pass per distinct depth, the last one, with the head, over all rows. Keys at a loop are complete before a row
 reads them there: a draft wrote its own, and the passes before wrote the others'. Compiled kernels run all
-these passes in one call (``kernels/standing.h``).
+these passes in one call (``compiled_forward/kernels/standing.h``).
 
 Shapes: M rows, D hidden, R head rows, V vocabulary, N states.
 """

@@ -1,1 +1,1 @@
-"""Drafting in the native engine: drafters and their health, what they see of it, and what drafts leave."""
+"""Drafting in the native engine: drafters and their health, what they see of the engine, what they leave."""

@@ -1,7 +1,7 @@
 """Lanes: tokens of one sequence on their way through the loops, and what a pass does to them.
 
 ``wavefront.py`` says what they are for and what keeps them exact. What is written here for one chain at a
-time, ``kernels/lanes.h`` does for all of them without Python between two passes.
+time, ``compiled_forward/kernels/lanes.h`` does for all of them without Python between two passes.
 
 Shapes: M lanes, D hidden.
 """

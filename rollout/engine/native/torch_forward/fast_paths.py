@@ -1,6 +1,6 @@
 """Which attention and which recorder a CUDA decoder runs: what was asked for, what is there, and what passed.
 
-Neither flash-attn nor CUDA graphs have been run on hardware by us. Each is therefore compared, once the
+Neither flash-attn nor CUDA graphs has been run on hardware. Each is therefore compared, once the
 policy is loaded, with what it replaces, on a few rows of this policy: ``auto`` takes what passes and says so,
 and what was asked for by name refuses to start where it does not pass.
 """

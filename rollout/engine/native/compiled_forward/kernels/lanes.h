@@ -1,5 +1,5 @@
-// The passes of a round for tokens that travel through the loops together, in one call: what wavefront.py and
-// chain.py do pass by pass, and why that is plain decoding, without Python between two passes.
+// The passes of a round for tokens that travel through the loops together, in one call: what lanes/lane_passes.py does
+// pass by pass, without Python between two passes. lanes/wavefront.py says why that is plain decoding.
 #pragma once
 #include <algorithm>
 #include <chrono>
