@@ -1,8 +1,8 @@
 """From choices, or logits, and drafts to verdicts: which tokens each sequence may commit, in order.
 
 Coupled verification needs one choice per row, wherever it was made: by a call of the chooser for all rows, or
-with the forward (``choosing.py``). Block and token verification ask it for whole distributions, decide with noise
-that belongs to the round, and score what they kept.
+with the forward (``choosing.py``). Block and token verification ask it for whole distributions, decide with
+noise that belongs to the round, and score what they kept.
 """
 
 from collections.abc import Callable
