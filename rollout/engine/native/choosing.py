@@ -1,7 +1,8 @@
 """The policy's forward and the choice from every head row's logits, in one compiled call.
 
-The decoder's kernels call the chooser's by address (``compiled_forward/kernels/choosing.h``), so no Python runs
-between the head and the choice. Tokens and logprobs are those of a forward and a call of the chooser after it.
+The decoder's kernels call the chooser's by address (``compiled_forward/kernels/choosing.h``), so no Python
+runs between the head and the choice. Tokens and logprobs are those of a forward and a call of the chooser
+after it.
 
 Shapes: M rows, N states.
 """
