@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 OTHER = "other"
 """Part name of samples that time a round minus its forwards: plan, choose, commit."""
 
-CALIBRATION_FORMAT = 1
+CALIBRATION_FORMAT = 2
 """Raised when the meaning of a stored field changes; an older file is then refused, not guessed at."""
 
 BANDWIDTH_RANGE = (1e7, 1e14)

@@ -19,8 +19,8 @@ class DrafterConfig:
     w4_screen: Literal["auto", "on", "off"] = "auto"
     """Whether a 4-bit copy of the head ranks all tokens, so that the head looks at the first few only. Takes
     the memory of that copy; drafts stay what they were but for one in thousands. ``auto``: in the compiled
-    decoder, from 8192 tokens on. Passes of requests with penalties, bias, bans or filters, and those of
-    ``verify=block|token``, do without."""
+    decoder under ``verify=coupled``, from 8192 tokens on; elsewhere it would never be read. Passes beside
+    requests with filters and those of requests with penalties, bias or bans do without."""
 
     w4_kernel: Literal["auto", "compiled", "aten", "torch"] = "auto"
     """``compiled`` runs inside the compiled decoder; ``aten`` is torch's int4pack; ``torch`` the oracle."""

@@ -1,6 +1,7 @@
 """Drafting by passes of a model: each pass takes every sequence one token further.
 
-Where the model can, one call runs all of them; else they are run one by one, and give the same tokens.
+Where the model can, one call runs all of them; else they are run one by one, and give the same tokens
+(with a screened head all but a few in ten thousand).
 
 Shapes: V vocabulary.
 """

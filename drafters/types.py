@@ -79,7 +79,8 @@ class DraftModel(Protocol):
     """A forward of the policy's architecture with other linears, over the policy's own KV pages."""
 
     def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
-        """Draft ``gammas[i]`` tokens for each request in one go: the very tokens that ``step`` gives.
+        """Draft ``gammas[i]`` tokens for each request in one go: the tokens that ``step`` gives, but for
+        a few in ten thousand where a screen ranks for the head.
 
         None, and nothing has happened, where passes must be run one by one: in a model that cannot do
         otherwise, and for requests of which somebody must know a draft before the next (penalties, bans,
@@ -138,6 +139,8 @@ class PolicyView(Protocol):
     vocab_size: int
     compiled: bool
     """Whether the engine runs compiled kernels, which take packed linears."""
+    chains: bool
+    """Whether ``DraftModel.chain`` ever drafts: compiled, ``verify=coupled``. Nothing else reads a screen."""
 
     loops: int
     """How often one pass runs the body; more than 1 for a looped policy."""

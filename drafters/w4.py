@@ -93,9 +93,12 @@ class W4Drafter:
 
     def _has_screen(self, view: PolicyView) -> bool:
         wanted = self._config.w4_screen
-        if wanted == "on" and not view.compiled:
-            raise DraftError("build refused: drafter.w4_screen=on needs the compiled decoder, this is not it")
-        return wanted == "on" or (wanted == "auto" and view.compiled and view.vocab_size >= SCREENED_VOCAB)
+        if wanted == "on" and not view.chains:
+            raise DraftError(
+                "build refused: drafter.w4_screen=on needs the compiled decoder and verify=coupled, "
+                "elsewhere nothing reads a screen"
+            )
+        return wanted == "on" or (wanted == "auto" and view.chains and view.vocab_size >= SCREENED_VOCAB)
 
     def _rebuild_linear(self, weight: LinearWeight, kernel: Kernel, *, name: str | None = None) -> None:
         """Rebuild the linear of this weight, or the one called ``name`` from the same weight."""

@@ -39,7 +39,8 @@ class Bounds:
 
     Layer by layer, linears wait for attention and attention for linears, and no cache holds what one of them
     could fetch while the other computes. So their times add up: at large batches linears are bound by
-    arithmetic and attention, which does few operations with every byte, still by memory.
+    arithmetic and attention, which does few operations with every byte, still by memory. Each sequence is
+    taken to have pages of its own; samples of one prompt share the reading of its pages.
     """
 
     linears: PhaseBounds

@@ -129,6 +129,7 @@ def _step(cell: StepCell, kind: Kind) -> Json:
         "p90_ms": 1e3 * every[min(rounds - 1, 9 * rounds // 10)],
         "bytes_bound_ms": 1e3 * statistics.median(b.bytes_s for b in least),
         "flops_bound_ms": 1e3 * statistics.median(b.flops_s for b in least),
+        "bound_ms": 1e3 * statistics.median(b.seconds for b in least),
         "bound_by": statistics.mode(b.bound_by for b in least),
         "bound_frac": _over(cell, lambda visit: visit.bounds[kind].seconds / visit.cost_s(kind)),
         "over_ar": _over(cell, lambda visit: visit.cost_s(kind) / visit.cost_s(PLAIN)),
@@ -162,8 +163,8 @@ def _split(cell: StepCell, kind: Kind) -> Json:
 def steps_table(data: Mapping[str, Any]) -> str:
     """Return the result for people: every cost beside its bounds, then ratios, goals and cliffs."""
     lines = [
-        f"{'round':<10}{'batch':>6}{'context':>9}{'rows':>6}{'ms':>9}{'bytes':>8}{'flops':>8}{'of bound':>10}"
-        f"{'over ar':>9}{'choice':>8}{'tokens/s':>10}"
+        f"{'round':<10}{'batch':>6}{'context':>9}{'rows':>6}{'ms':>9}{'bytes':>8}{'flops':>8}{'bound':>8}"
+        f"{'of bound':>10}{'over ar':>9}{'choice':>8}{'tokens/s':>10}"
     ]
     for step in data["steps"]:
         choice = f"{100 * step['choosing_share']:.1f}%" if "choosing_share" in step else "-"
@@ -171,7 +172,7 @@ def steps_table(data: Mapping[str, Any]) -> str:
         lines.append(
             f"{step['kind']:<10}{step['batch']:>6}{step['context_tokens']:>9}{step['rows']:>6}"
             f"{step['median_ms']:>9.2f}{step['bytes_bound_ms']:>8.2f}{step['flops_bound_ms']:>8.2f}"
-            f"{step['bound_frac']:>10.2f}{step['over_ar']:>9.2f}{choice:>8}{speed:>10}"
+            f"{step['bound_ms']:>8.2f}{step['bound_frac']:>10.2f}{step['over_ar']:>9.2f}{choice:>8}{speed:>10}"
         )
     head = f"{'ratio (below 1: the first is cheaper)':<40}{'median':>8}{'90% interval':>17}"
     lines += ["", f"{head}{'visits':>8}  goal"]

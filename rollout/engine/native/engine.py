@@ -440,6 +440,7 @@ class NativeEngine:
         assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
         lanes = part == WAVEFRONT and part in self._drafting.slots
         model = None if lanes else self._model_of(part)
+        pass_s = None if model is None else model.time_pass
         return time_forward(
             self._decoder if model is None else model.decoder,
             self._state.storage,
@@ -447,8 +448,7 @@ class NativeEngine:
             rows=rows,
             context_tokens=context_tokens,
             sequences=sequences or rows,
-            loops=None if model is None else model.loops,
-            run=self._wavefront.time_pass if lanes else None,
+            run=self._wavefront.time_pass if lanes else pass_s,
         )
 
     def make_up_prompts(self, prompts: Sequence[Sequence[int]]) -> None:

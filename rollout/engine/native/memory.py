@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine's parts: everything that is kept is in one of them, once."""
+    """Bytes of one engine's parts: weights, KV and the states and logits of forwards, each once."""
 
     weights: int
     """The policy's, each kept once."""

@@ -25,24 +25,29 @@ def is_row_invariant(decoder: Decoder) -> bool:
     storage = decoder.new_storage(2 * pages)
     table = torch.arange(2 * pages, dtype=torch.int32).reshape(2, pages)
 
-    def logits(rows: list[tuple[int, int]]) -> torch.Tensor:
-        """Run rows of (sequence, position) in one forward."""
+    def logits(rows: list[tuple[int, int]], heads: slice = slice(None)) -> torch.Tensor:
+        """Run rows of (sequence, position) in one forward; rows without a head end early, as prompts' do."""
         tokens = [int((ours, theirs)[s][p]) for s, p in rows]
         batch = RowBatch(
             token_ids_M=torch.tensor(tokens, dtype=torch.int32),
             positions_M=torch.tensor([p for _, p in rows], dtype=torch.int32),
             table_M=torch.tensor([s for s, _ in rows], dtype=torch.int32),
             page_table_SP=table,
-            head_rows_R=torch.arange(len(rows), dtype=torch.int32),
+            head_rows_R=torch.arange(len(rows), dtype=torch.int32)[heads].contiguous(),
         )
-        return decoder.forward(batch, storage).logits_RV.clone()
+        return decoder.forward(batch, storage, states=False).logits_RV.clone()
 
     span = range(_CHECK_TOKENS)
     whole = logits([(0, p) for p in span])
     mixed = logits([(s, p) for p in span for s in (0, 1)])[::2]
     single = torch.cat([logits([(0, p)]) for p in span])
     chunked = torch.cat([logits([(0, p) for p in span[:7]]), logits([(0, p) for p in span[7:]])])
-    return all(torch.equal(whole, other) for other in (mixed, single, chunked))
+    last = slice(-1, None)
+    ended = logits([(0, p) for p in span], last)
+    after = torch.cat([logits([(0, p) for p in span[:7]], last), logits([(0, p) for p in span[7:]])])
+    return torch.equal(whole[last], ended) and all(
+        torch.equal(*pair) for pair in ((whole, mixed), (whole, single), (whole, chunked), (whole[6:], after))
+    )
 
 
 def fingerprint(*, decoder: str, numerics: str, verify: str, weights: str) -> str:

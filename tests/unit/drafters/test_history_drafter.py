@@ -19,6 +19,7 @@ class Version:
     policy_version: int
     vocab_size: int = 100
     compiled: bool = False
+    chains: bool = False
     loops: int = 1
 
     def linears(self) -> Iterator[LinearWeight]:

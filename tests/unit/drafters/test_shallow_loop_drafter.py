@@ -49,6 +49,7 @@ class Looped:
     policy_version: int = 0
     vocab_size: int = VOCAB
     compiled: bool = True
+    chains: bool = True
     asked: list[int] = field(default_factory=list)
 
     def linears(self) -> Iterator[LinearWeight]:

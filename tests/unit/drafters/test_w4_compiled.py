@@ -44,7 +44,7 @@ class DecoderView:
     def __init__(self, decoder: Decoder, *, policy_version: int = 0) -> None:
         self.decoder = decoder
         self.policy_version = policy_version
-        self.compiled = decoder.compiled
+        self.compiled = self.chains = decoder.compiled
         self.loops = decoder.spec.loops
 
     def linears(self) -> Iterator[LinearWeight]:

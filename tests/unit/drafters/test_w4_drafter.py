@@ -63,7 +63,7 @@ class SmallPolicy:
 
     def __init__(self, *, version: int, seed: int = 0, hidden: int = HIDDEN, compiled: bool = False) -> None:
         self.policy_version = version
-        self.compiled = compiled
+        self.compiled = self.chains = compiled
         noise = torch.Generator().manual_seed(seed)
         self.embedding_VD = torch.randn(VOCAB, hidden, generator=noise)
         self.weights = {
@@ -248,8 +248,11 @@ def test_a_screen_is_taken_by_itself_for_large_vocabularies_in_the_compiled_deco
     assert not has_screen(large(compiled=True), w4_screen="off")
     assert not has_screen(large(compiled=False))
     assert not has_screen(SmallPolicy(version=0, compiled=True))
-    with pytest.raises(DraftError, match="w4_screen=on needs the compiled decoder"):
-        has_screen(large(compiled=False), w4_screen="on")
+    for view in (large(compiled=False), large(compiled=True)):
+        view.chains = False  # as under verify=block|token: nothing would read it
+        assert not has_screen(view)
+        with pytest.raises(DraftError, match="w4_screen=on needs the compiled decoder and verify=coupled"):
+            has_screen(view, w4_screen="on")
     with pytest.raises(ValueError, match=r"drafter\.w4_screen must be one of"):
         DrafterConfig(w4_screen="maybe")  # type: ignore[arg-type]
 

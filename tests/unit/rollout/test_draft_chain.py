@@ -4,20 +4,24 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from controller.types import POLICY
 from drafters.config import DrafterConfig
 from drafters.passes import draft_by_passes
 from drafters.registry import build
 from drafters.types import DraftChain, DraftError, DraftModel, DraftRequest, DraftStep, Proposal
 from rollout.config import EngineConfig
-from rollout.engine.native.compiled_forward.decoder import CompiledKV, compiled_unavailable
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder, CompiledKV, compiled_unavailable
+from rollout.engine.native.decoder import ForwardResult
 from rollout.engine.native.drafts import draft_chain
-from rollout.engine.native.drafts.view import NativeDraftModel
+from rollout.engine.native.drafts.view import NativeDraftModel, NativePolicyView
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.rows import RowBatch
 from rollout.engine.native.work import draft_request
 from rollout.testing import tiny_looped_policy
 from rollout.testing_native import MIXED_PARAMS, ar_plan, fixed_plan, requests_for, run_engine, tiny_engine
@@ -216,18 +220,45 @@ def test_rollouts_drafted_through_a_screen_are_the_policys(monkeypatch: pytest.M
     assert sum(c.provenance.accepted for c in done.values() if c.provenance) > 0
 
 
-@pytest.mark.parametrize("verify", ["block", "token"])
-def test_drafts_whose_distribution_counts_are_drawn_from_the_head_alone(verify: str) -> None:
-    proposals = []
-    for screen in ("on", "off"):
-        engine = engine_of(verify=verify, w4_screen=screen)
-        with decoding(engine) as requests:
-            proposals.append(drafts_of(engine, model_of(engine, "w4"), requests).proposal)
-    screened, plain = proposals
-    assert screened.tokens == plain.tokens
-    assert screened.probs is not None
-    assert plain.probs is not None
-    assert all(torch.equal(a, b) for a, b in zip(screened.probs, plain.probs, strict=True))
+@pytest.mark.parametrize(("verify", "chains"), [("coupled", True), ("block", False), ("token", False)])
+def test_a_screen_is_offered_where_chains_draft(verify: str, chains: bool) -> None:
+    """Drafts whose distribution counts are drawn from the head alone."""
+    view = NativePolicyView(engine_of(verify=verify)._state, policy_version=0)
+    assert view.compiled
+    assert view.chains is chains
+
+
+def test_a_pass_is_timed_with_its_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = engine_of(w4_screen="on"), list[bool]()
+    forward = CompiledDecoder.forward
+
+    def spied(self: CompiledDecoder, *args: Any, screened: bool = False, **settings: Any) -> ForwardResult:
+        asked.append(screened and self.screens)
+        return forward(self, *args, screened=screened, **settings)
+
+    monkeypatch.setattr(CompiledDecoder, "forward", spied)
+    for part in ("w4", "shallow_loop_1", POLICY):
+        assert engine.time_forward(part, rows=2, context_tokens=4) > 0.0
+    assert asked == [True, False, False]
+
+
+def test_logits_of_a_screen_are_not_the_heads_but_near() -> None:
+    engine = engine_of(w4_screen="on")
+    decoder = model_of(engine, "w4").decoder
+    assert isinstance(decoder, CompiledDecoder)
+    rows = RowBatch(
+        token_ids_M=torch.arange(5, dtype=torch.int32),
+        positions_M=torch.arange(5, dtype=torch.int32),
+        table_M=torch.zeros(5, dtype=torch.int32),
+        page_table_SP=torch.zeros(1, 1, dtype=torch.int32),
+        head_rows_R=torch.arange(5, dtype=torch.int32),
+    )
+    storage = decoder.new_storage(1)
+    head, screen = (
+        decoder.forward(rows, storage, screened=screened).logits_RV.clone() for screened in (False, True)
+    )
+    assert not torch.equal(head, screen)
+    assert (head - screen).norm() < 0.3 * head.norm()
 
 
 # ---- where it says no ---------------------------------------------------------------------------

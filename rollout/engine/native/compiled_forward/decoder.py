@@ -184,8 +184,12 @@ class CompiledDecoder:
         loops: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
+        screened: bool = False,
     ) -> ForwardResult:
-        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
+        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows.
+
+        ``screened``: the logits of the screen, where there is one, instead of the head's.
+        """
         loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
         call = self._call(batch, kv, loops)
         if hidden_MD is None:
@@ -194,7 +198,7 @@ class CompiledDecoder:
         else:
             out_MD = _own_copy(hidden_MD)
         tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
-        call.heads_only = not states
+        call.heads_only, call.screened = not states, screened and self.screens
         logits_RV = self._run_to_head(call, batch, out_MD)
         wanted_MD = out_MD if states else out_MD[:0]
         return ForwardResult(

@@ -8,6 +8,7 @@ Structs are kept from round to round.
 Shapes: S sequences with a page table, P pages of the longest table, M sequences that draft, G passes.
 """
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rollout.engine.chooser_call import PortStruct
 from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.decoder import KVStorage
+from rollout.engine.native.rows import RowBatch
 from rollout.engine.target import TargetRow
 
 SHORTLIST = 8
@@ -69,10 +71,16 @@ class DraftChains:
         self.shortlist = SHORTLIST
         """Where the decoder has a screen, the head looks at so many tokens of a row alone; at all where any
         row has filters, which need the mass of all tokens."""
-        self._decoder = decoder
+        self._decoder, self._loops = decoder, loops
         self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size, logprobs=False)
         self._call = abi.ChainStruct(port=port)
         self._call.forward.loop_begin, self._call.forward.loop_end = loops.start, loops.stop
+
+    def forward_s(self, batch: RowBatch, kv: KVStorage) -> float:
+        """Return the seconds of a pass's forward without its choice, as a chain without filters runs it."""
+        started = time.perf_counter()
+        self._decoder.forward(batch, kv, loops=self._loops, states=False, screened=True)
+        return time.perf_counter() - started
 
     def run(
         self,

@@ -1,5 +1,6 @@
 """What the native engine shows a drafter of itself: live weights, and forwards over its own KV pages."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,11 +17,12 @@ from drafters.types import (
     QuantizedLinear,
 )
 from rollout.engine import noise
+from rollout.engine.chooser_call import PortStruct
 from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.decoder import Decoder, KVStorage
 from rollout.engine.native.drafts.draft_chain import ChainRow, DraftChains
 from rollout.engine.native.drafts.draft_states import DraftStates
-from rollout.engine.native.pass_clock import PassClock, TimedChooser
+from rollout.engine.native.pass_clock import PassClock, TimedChooser, wait_for
 from rollout.engine.native.rows import RowBatch, int32
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence
@@ -60,6 +62,7 @@ class NativePolicyView:
         self.policy_version = policy_version
         self.vocab_size = state.decoder.spec.vocab_size
         self.compiled = state.decoder.compiled
+        self.chains = _port_of_chains(state, state.decoder) is not None
         self.loops = state.decoder.spec.loops
 
     def linears(self) -> Iterator[LinearWeight]:
@@ -91,6 +94,14 @@ class NativeDraftModel:
         self.reused_loops = reused_loops
         self.loops = range(reused_loops or decoder.spec.loops)
         self._chains = _chains(state, decoder, self.loops)
+
+    def time_pass(self, batch: RowBatch) -> float:
+        """Return the seconds of one pass's forward, as passes of most requests run it."""
+        if self._chains is not None:
+            return self._chains.forward_s(batch, self._state.storage)
+        started = time.perf_counter()
+        wait_for(self.decoder.forward(batch, self._state.storage, loops=self.loops).logits_RV)
+        return time.perf_counter() - started
 
     def chain(self, requests: Sequence[DraftRequest], gammas: Sequence[int]) -> DraftChain | None:
         """Implements ``drafters.types.DraftModel.chain``: in ``coupled``, compiled, where nothing edits
@@ -163,7 +174,13 @@ class NativeDraftModel:
 
 def _chains(state: EngineState, decoder: Decoder, loops: range) -> DraftChains | None:
     """Return what drafts in one call; None where passes must be run one by one whatever is asked for."""
-    port = state.chooser.port
-    if port is None or state.verify != "coupled" or not isinstance(decoder, CompiledDecoder):
+    port = _port_of_chains(state, decoder)
+    if port is None or not isinstance(decoder, CompiledDecoder):
         return None
     return DraftChains(decoder, port, loops=loops)
+
+
+def _port_of_chains(state: EngineState, decoder: Decoder) -> PortStruct | None:
+    """Return the chooser's address where draft passes may run in one call, None where they never do."""
+    may = state.verify == "coupled" and isinstance(decoder, CompiledDecoder)
+    return state.chooser.port if may else None

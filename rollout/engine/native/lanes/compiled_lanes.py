@@ -1,4 +1,4 @@
-"""The passes of lanes in one compiled call (``compiled_forward/kernels/lanes.h``): what goes in and comes out.
+"""The passes of lanes in one compiled call (``compiled_forward/kernels/lanes.h``): its structs and arrays.
 
 For sequences whose target distribution nothing edits: penalties, bias and bans are known to Python alone.
 """
