@@ -8,6 +8,26 @@ from controller.config import ControllerConfig
 from controller.types import Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
 
 
+def baseline_problem(config: ControllerConfig, max_gammas: Mapping[str, int]) -> str:
+    """Return why a baseline cannot draft with these drafters, by full path; nothing where it can.
+
+    ``max_gammas`` holds the most draft tokens of every drafter there is. ``auto`` and ``ar`` take any.
+    """
+    if config.kind in ("auto", "ar"):
+        return ""
+    most = max_gammas.get(config.drafter)
+    if most is None:
+        known = ", ".join(max_gammas) or "none"
+        return f"controller.drafter {config.drafter!r} is not in the engine (it has: {known})"
+    ladder = config.kind == "ladder"
+    path, asked = ("ladder_gammas", max(config.ladder_gammas)) if ladder else ("gamma", config.gamma)
+    if asked <= most:
+        return ""
+    return (
+        f"controller.{path} asks for {asked}, but {config.drafter} drafts at most {most} (drafter.max_gamma)"
+    )
+
+
 class BaselineController(BaseController):
     """``ar``, ``fixed``, ``threshold`` and ``ladder``.
 
@@ -24,29 +44,15 @@ class BaselineController(BaseController):
     ) -> None:
         """Raises ``ValueError`` when the engine has no such drafter, or not with that many draft tokens."""
         super().__init__(config, traits, shapes, calibration)
-        if config.kind != "ar":
-            self._refuse_what_is_missing()
+        problem = baseline_problem(config, {name: d.max_gamma for name, d in self._drafters.items()})
+        if problem:
+            raise ValueError(problem)
         self._gamma = config.ladder_gammas[0] if config.kind == "ladder" else config.gamma
         self._running: frozenset[int] = frozenset()
         self._on = False
         self._drafted = self._accepted = 0
         self._votes = 0
         """Equal votes in a row; positive raises gamma."""
-
-    def _refuse_what_is_missing(self) -> None:
-        config = self._config
-        traits = self._drafters.get(config.drafter)
-        if traits is None:
-            known = ", ".join(self._drafters) or "none"
-            raise ValueError(f"controller.drafter {config.drafter!r} is not in the engine (it has: {known})")
-        path, most = ("ladder_gammas", max(config.ladder_gammas))
-        if config.kind != "ladder":
-            path, most = "gamma", config.gamma
-        if most > traits.max_gamma:
-            raise ValueError(
-                f"controller.{path} asks for {most}, but {config.drafter} drafts at most {traits.max_gamma} "
-                "(drafter.max_gamma)"
-            )
 
     def wants_look_up(self, load: RoundLoad) -> bool:
         """Whether the one drafter there is runs no model, so that all it can offer is what it has ready."""

@@ -116,6 +116,7 @@ def _run(command: str, overrides: Sequence[str]) -> int:
     from rollout.guard import assert_own_packages
 
     assert_own_packages()  # before anything is imported from the packages it is about
+    from controller.policies import baseline_problem
     from drafters.registry import check_names
     from rollout.jobs.compose import compose_job
     from rollout.jobs.door import check_trainer
@@ -142,6 +143,12 @@ def _run(command: str, overrides: Sequence[str]) -> int:
             check_names(job.evaluate.drafters, path="evaluate.drafters")
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if command == "run":  # the only one that decodes as the controller settings say
+            problem = baseline_problem(
+                job.controller, dict.fromkeys(job.drafter.names, job.drafter.max_gamma)
+            )
+            if problem:
+                raise ConfigError(problem)
         check_source(job.policy)
         folder = open_run_folder(command, output_dir=job.output_dir, run_id=job.run_id)
         job = dataclasses.replace(job, output_dir=str(folder.path), run_id=folder.run_id)

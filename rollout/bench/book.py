@@ -11,7 +11,7 @@ from typing import Any
 from controller.calibration import Calibration
 from controller.types import POLICY
 from rollout.bench.bound import Peaks
-from rollout.bench.grids import Grid, offgrid_change
+from rollout.bench.grids import Grid, load_grid, offgrid_change
 from rollout.bench.hf_arm import HfArm
 from rollout.bench.machine import MemorySpeed, commit, kernel_rate, machine, versions
 from rollout.bench.result import Json
@@ -93,8 +93,11 @@ def _conditions(
     bench = replace(job.bench, out=None, html=None, peers_env=None)
     evaluate = replace(job.evaluate, out=None, html=None)
     plain = to_plain(replace(job, engine=engine_config, bench=bench, evaluate=evaluate))
-    by_grid = {grid.grid: grid for grid in grids}
-    change = offgrid_change(by_grid["on"].policy, by_grid["off"].policy) if len(by_grid) == 2 else None
+    by_grid = {grid.grid: grid.policy for grid in grids}
+    change = None
+    if "off" in by_grid:
+        on = by_grid.get("on") or load_grid(job, engine_config, "on")
+        change = offgrid_change(on, by_grid["off"])
     return {
         "machine": machine(),
         "versions": versions(),

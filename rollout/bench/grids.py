@@ -82,13 +82,18 @@ def _known_arms(workload: str, drafters: Sequence[str]) -> tuple[str, ...]:
     return (AR, *drafters, AUTO, *((HF,) if workload == "drain" else ()))
 
 
+def load_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "off"]) -> Policy:
+    """Return the policy's weights as they are, or moved off their grid."""
+    dtype = getattr(torch, engine_config.dtype)
+    return load_policy(replace(job.policy, offgrid=grid == "off"), dtype=dtype)
+
+
 def open_grid(job: JobConfig, engine_config: EngineConfig, grid: Literal["on", "off"]) -> Grid:
     """Load the policy, build its engine with every drafter, and calibrate it where ``auto`` runs.
 
     Raises ``ConfigError``.
     """
-    dtype = getattr(torch, engine_config.dtype)
-    policy = load_policy(replace(job.policy, offgrid=grid == "off"), dtype=dtype)
+    policy = load_grid(job, engine_config, grid)
     arms = open_arms(policy, engine_config, job.drafter, version=job.policy.version)
     if arms.engine.traits.numerics != "exact":
         raise ConfigError("engine.numerics: bench asserts identical texts, and this engine is not exact here")

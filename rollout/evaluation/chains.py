@@ -20,6 +20,7 @@ from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.drafts.drafting import Drafting
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.exit_gate import exit_probabilities
 from rollout.engine.native.pages import pages_for
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.target import Choice, TargetRow
@@ -102,6 +103,27 @@ class ChainReport:
         return f"{self.argmax_mismatches} choices differ" if self.argmax_mismatches else ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExitReport:
+    """What the exit gate says of the chains' positions. Nobody obeys it: every token runs all loops."""
+
+    positions: int
+    leaves_after: tuple[float, ...]
+    """By loop, the mean probability that a token would leave after it; they sum to 1."""
+
+    @property
+    def mean_loops(self) -> float:
+        """Loops a token would run on average."""
+        return sum(loop * share for loop, share in enumerate(self.leaves_after, start=1))
+
+    def line(self) -> str:
+        """Return it in words."""
+        shares = ", ".join(f"{share:.3f}" for share in self.leaves_after)
+        return (
+            f"exit gate: a token would leave after {self.mean_loops:.2f} loops on average (by loop {shares})"
+        )
+
+
 class ForcedChooser:
     """Implements ``Chooser``: the choice after a position is the chain's next token, whatever the logits."""
 
@@ -141,6 +163,7 @@ class SerialReference:
     """Every chain computed row by row at full depth: what plain decoding alone computes."""
 
     def __init__(self, decoder: Decoder, chains: Sequence[Chain]) -> None:
+        self._decoder = decoder
         recorder = RecordingDecoder(decoder)
         pages = [pages_for(len(chain.fed)) for chain in chains]
         storage = recorder.new_storage(sum(pages))
@@ -153,6 +176,15 @@ class SerialReference:
                 recorder.forward(_one_row(token, position, slot, table_SP), storage)
         self.chains = chains
         self.computed = [_computed(recorder, chain) for chain in chains]
+
+    def exits(self) -> ExitReport | None:
+        """Return what the exit gate says of all positions, None where there is no gate."""
+        if not self._decoder.spec.exit_gate:
+            return None
+        states_LND = torch.cat([computed.states_LTD for computed in self.computed], dim=1)
+        gates_NL = torch.stack([self._decoder.exit_gate(states_ND) for states_ND in states_LND], dim=1)
+        shares_L = exit_probabilities(gates_NL).mean(0)
+        return ExitReport(positions=len(gates_NL), leaves_after=tuple(shares_L.tolist()))
 
 
 def _one_row(token: int, position: int, slot: int, table_SP: Tensor) -> RowBatch:

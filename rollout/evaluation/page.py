@@ -105,6 +105,12 @@ def chains(data: Data) -> Panel:
         "times computed, at most",
     )
     note = "Every choice is forced to a given chain. Each KV plane by itself is in the JSON."
+    if data["exit_gate"] is not None:
+        shares = ", ".join(f"{share:.3f}" for share in data["exit_gate"]["leaves_after"])
+        note += (
+            f" The exit gate, which nobody obeys, would let a token of these chains go after "
+            f"{data['exit_gate']['mean_loops']:.2f} loops on average; by loop {shares}."
+        )
     return Panel(title=title, body=table(columns, rows), note=note)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from rollout.bench.bound import Peaks
 from rollout.bench.result import Json, result
-from rollout.evaluation.chains import ChainReport
+from rollout.evaluation.chains import ChainReport, ExitReport
 from rollout.evaluation.cost_law import LaneLaw, Prediction
 from rollout.evaluation.generation import FreeReport
 from rollout.evaluation.goals import Goal, Measured, goals_of
@@ -21,6 +21,7 @@ class Found:
 
     findings: list[Finding] = field(default_factory=list)
     chains: list[ChainReport] = field(default_factory=list)
+    exits: ExitReport | None = None
     texts: list[FreeReport] = field(default_factory=list)
     sweep: Sweep = field(default_factory=Sweep)
 
@@ -46,6 +47,7 @@ def evaluation_result(
         "findings": [asdict(f) for f in found.findings],
         "goals": [asdict(goal) for goal in all_goals(measured, loops=sweep.loops)],
         "chains": [asdict(report) for report in found.chains],
+        "exit_gate": None if found.exits is None else _exits(found.exits),
         "generation": [asdict(report) for report in found.texts],
         "costs": {m.spot.prefix: _costs(m) for m in measured},
         "rounds": {
@@ -67,6 +69,10 @@ def all_goals(measured: Sequence[Measured], *, loops: int) -> list[Goal]:
     for m in sorted(measured, key=lambda m: m.spot.length):
         longest[m.spot.concurrency] = m
     return [goal for m in longest.values() for goal in goals_of(m)] if loops > 1 else []
+
+
+def _exits(report: ExitReport) -> Json:
+    return {**asdict(report), "mean_loops": report.mean_loops}
 
 
 def _costs(measured: Measured) -> Json:

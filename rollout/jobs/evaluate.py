@@ -176,6 +176,9 @@ class _Evaluation:
             yield Finding(part="chains", name="plain, the chains themselves", passed=False, detail=given)
             return
         reference = SerialReference(decoder, given)
+        self.found.exits = reference.exits()
+        if self.found.exits is not None:
+            say(self.found.exits.line())
         for drafter in subject.looped_drafters:
             for gamma in subject.gammas_of[drafter]:
                 self.note(f"{drafter}, K {gamma}")

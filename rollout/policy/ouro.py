@@ -14,7 +14,7 @@ MOST_LOOPS = 256
 number that is none would be found out minutes later, by a KV pool that cannot hold its planes."""
 
 _SHARING_WORDS = ("shar", "reuse", "first_step", "last_step", "first_loop", "last_loop")
-_CACHE_WORDS = ("kv", "cache", "key_value")
+_CACHE_WORDS = ("kv", "cache", "key_value", "plane", "cross_loop")
 
 
 def ouro_properties(config: "PretrainedConfig") -> dict[str, Any]:

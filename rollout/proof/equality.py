@@ -168,7 +168,7 @@ class EqualityProof:
                 Arm(
                     name="controller on",
                     batch=max(scope.batches),
-                    steer=lambda engine: controlled(engine, replace(self.controller, kind="auto")),
+                    steer=lambda engine: controlled(engine, _bold(self.controller)),
                     drafter=scope.drafters[0],
                     gamma=2,
                 )
@@ -344,3 +344,16 @@ class EqualityProof:
                 passed=kept > 0,
                 detail=f"{kept} of its drafts were kept",
             )
+
+
+def _bold(config: ControllerConfig) -> ControllerConfig:
+    """Return ``auto`` that drafts, and looks around, where the usual one would mostly decode plainly."""
+    return replace(
+        config,
+        kind="auto",
+        margin_frac=0.0,
+        hysteresis_frac=0.0,
+        prior_acceptance=0.95,
+        explore_budget_frac=0.5,
+        probe_interval_rounds=4,
+    )

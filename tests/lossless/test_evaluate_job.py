@@ -107,6 +107,16 @@ def test_reused_drafts_leave_the_bits_of_a_serial_forward_by_loop_and_plane(writ
         assert report["most_often"] == 1
 
 
+def test_what_the_exit_gate_says_is_told(written: tuple[Any, str]) -> None:
+    data, page = written
+    told = data["exit_gate"]
+    assert told["positions"] == data["chains"][0]["positions"]
+    assert len(told["leaves_after"]) == 4
+    assert sum(told["leaves_after"]) == pytest.approx(1.0, abs=1e-5)
+    assert 1.0 < told["mean_loops"] < 4.0
+    assert f"after {told['mean_loops']:.2f} loops on average" in page
+
+
 def test_every_arm_is_told_by_speed_latency_work_phases_and_memory(written: tuple[Any, str]) -> None:
     data, _ = written
     gammas = {"shallow_loop_1": (1, 4), "shallow_loop_3": (1, 4), "wavefront": (1, 3)}

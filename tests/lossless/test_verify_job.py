@@ -1,6 +1,7 @@
 """``taildraft verify``: what it compares, what it says, and its exit code."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_two_hosts_give_the_text_of_the_engine_in_this_process(
     served = record_of(tmp_path)["findings"][-1]
     assert served["name"] == "through the service, 2 hosts"
     assert "fingerprint the reference's" in served["detail"]
+    assert re.search(r"; [1-9]\d* tokens drafted;", served["detail"]), served["detail"]
 
 
 @pytest.mark.parametrize(

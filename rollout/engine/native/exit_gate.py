@@ -1,4 +1,6 @@
-"""What a looped policy's exit gate says. It is reported and never obeyed: every token runs all loops.
+"""What a looped policy's exit gate says. ``taildraft evaluate`` reports it and nobody obeys it.
+
+Every token runs all loops.
 
 Shapes: R head rows, T loops.
 """

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from controller.policies import baseline_problem
 from rollout.cli import COMMANDS, MISUSED, OK, main
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
@@ -302,6 +303,30 @@ def test_an_experiment_makes_several_choices_and_what_is_asked_beside_it_wins() 
     other = compose_job("run", ["experiment=looped", "drafter=none", "trainer.steps=3", "seed=4"])
     assert (other.drafter.names, other.trainer["steps"], other.seed) == ((), 3, 4)
     assert other.policy == job.policy
+
+
+@pytest.mark.parametrize("name", ["auto", "ar", "fixed", "threshold", "ladder"])
+def test_every_controller_fits_the_default_drafters(name: str) -> None:
+    assert name in group_choices()["controller"]
+    job = compose_job("run", [f"controller={name}"])
+    assert job.controller.kind == name
+    assert not baseline_problem(job.controller, dict.fromkeys(job.drafter.names, job.drafter.max_gamma))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["controller=fixed", "drafter=none"], "controller.drafter 'w4' is not in the engine (it has: none)"),
+        (["controller=fixed", "controller.gamma=9"], "controller.gamma asks for 9, but w4 drafts at most 8"),
+    ],
+)
+def test_a_controller_that_asks_for_what_no_drafter_offers_is_refused_before_any_work(
+    overrides: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["run", *overrides, f"output_dir={folder}"]) == 2
+    assert named in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_every_choice_of_every_group_composes_and_loads() -> None:

@@ -103,6 +103,8 @@ def test_the_rotary_base_may_stand_flat_or_in_rope_parameters(rope: dict[str, An
         ({"kv_cache_layout": "shared"}, "kv_cache_layout='shared' shares keys and values between loops"),
         ({"share_kv_across_loops": True}, "share_kv_across_loops=True shares keys"),
         ({"kv_mode": "last_step"}, "kv_mode='last_step' shares keys"),
+        ({"shared_planes": True}, "shared_planes=True shares keys"),
+        ({"cross_loop_sharing": True}, "cross_loop_sharing=True shares keys"),
         ({"total_ut_steps": 0}, "total_ut_steps=0 is no number of loops"),
         ({"total_ut_steps": 100_000}, "total_ut_steps=100000 is more than the 256 loops that are supported"),
         ({"total_ut_steps": 257}, "total_ut_steps=257 is more than the 256 loops"),
