@@ -101,6 +101,7 @@ def summarize(steps: Sequence[StepResult], *, stopped_by: str, total_s: float) -
         "reward_by_step": [s.reward for s in steps],
         "reward": _verdict([s.reward for s in steps]),
         "seconds": seconds,
+        "generate_s_by_step": [s.generate_s for s in steps],
         "tokens": tokens,
         "tokens_per_s": tokens / generate_s if generate_s > 0 else None,
         "drafted_tokens": drafted,

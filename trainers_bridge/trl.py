@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
+from rollout.bench.machine import commit, machine, versions
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
 from rollout.policy.source import load_policy
@@ -120,7 +121,9 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
     if config.save_policy:
         trainer.save_model(str(folder / "policy"))
     summary = summarize(watch.steps, stopped_by=watch.stopped_by, total_s=total_s)
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n")
+    conditions = {"machine": machine(), "versions": versions(), "commit": commit()}
+    written = json.dumps({**summary, "conditions": conditions}, indent=1)
+    (folder / SUMMARY_FILE).write_text(written + "\n")
     for line in told(summary):
         say(line)
     return 0

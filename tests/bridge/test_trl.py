@@ -295,6 +295,8 @@ def test_a_whole_job_trains_on_the_task_and_sums_itself_up(tmp_path: Path) -> No
     steps = list(read_jsonl(folder, "steps"))
     assert summary["steps"] == len(steps) == len(client.versions) == 8
     assert summary["stopped_by"] == "steps"
+    assert sum(summary["generate_s_by_step"]) == pytest.approx(summary["seconds"]["generate"])
+    assert set(summary["conditions"]) == {"machine", "versions", "commit"}
     assert summary["reward_by_step"] == [s["reward"] for s in steps]
     assert summary["tokens"] == sum(len(c.tokens) for c in client.completions)
     assert summary["reward"]["improved"] in (True, False)
