@@ -50,11 +50,13 @@ CLAIMS = {
     "A36": "exact ids are handed to a trainer, never text",
     "A37": "ragged tails of weights are rounded like the rest",
     "A38": "scales stay finite, or the drafter is off and says so",
+    "A41": "a tap is the state after the layer and loop its name says, which must exist",
     "A43": "every launch has a folder and an identity of its own",
     "A44": "settings cross a process border as plain data",
     "A45": "quoting on the command line gives exactly the string",
     "A46": "no row is lost when a clock steps back",
     "A47": "one process owns a run, whatever is forked or killed",
+    "A48": "every loop has keys and values of its own, computed in parts as at once",
 }
 
 

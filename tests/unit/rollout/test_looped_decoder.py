@@ -95,6 +95,7 @@ def same_memory(a: KVStorage, b: KVStorage) -> bool:
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
 def test_states_logits_gates_and_kv_by_plane_are_those_of_a_dense_float64_forward(exact: bool) -> None:
+    """A48: in two parts, against one of everything at once. Drafts and rollback: test_shallow_loop.py."""
     policy = random_policy(SMALL, seed=3)
     decoder = torch_decoder(policy, torch.float64, exact=exact)
     tokens, kv = texts(64), decoder.new_storage(8)

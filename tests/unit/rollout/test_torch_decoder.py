@@ -183,6 +183,7 @@ def test_a_copied_page_reads_like_the_original_on_every_plane() -> None:
 
 
 def test_taps_name_the_residual_stream_after_each_layer() -> None:
+    """A41. Loops by name: test_looped_decoder.py."""
     policy, tokens = tiny_policy(layers=3), prompt(9)
     model = hf_model(policy, accurate_norms=True)
     seen: dict[str, Tensor] = {}
