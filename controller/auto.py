@@ -24,7 +24,16 @@ from controller.log import Record
 from controller.looks import LookTimes
 from controller.pipeline import allocate_lanes
 from controller.tracking import bucket_of
-from controller.types import AR, Assignment, EngineTraits, PartShape, RoundFacts, RoundLoad, RoundPlan
+from controller.types import (
+    AR,
+    Assignment,
+    EngineTraits,
+    PartShape,
+    RoundFacts,
+    RoundLoad,
+    RoundPlan,
+    SequenceLoad,
+)
 
 LOOK_UP_S = 3e-5
 """What a look-up takes per sequence. A plan that copies needs one every round, outside what facts tell."""
@@ -230,20 +239,14 @@ class AutoController(BaseController):
         old, same = kept.plan.assignments, kept.keys == self._keeper.keys(load)
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
-            a = old.get(s.key)
-            if a is None:
-                continue
-            room = self._room(s, a.drafter)
-            if room == 0 and kept.models and s.key in kept.instead:
+            wanted = old.get(s.key)
+            a = self._cut(s, wanted)
+            if a is None and wanted is not None and kept.models:
                 # A pass is run for others anyway; for this one alone it would not pay.
-                same, a = False, kept.instead[s.key]
-                room = self._room(s, a.drafter)
-            if room < a.gamma:
-                same = False
-                if room == 0:
-                    continue
-                a = self._assignment(a.drafter, room)
-            assignments[s.key] = a
+                a = self._cut(s, kept.instead.get(s.key))
+            same = same and a is wanted
+            if a is not None:
+                assignments[s.key] = a
         if kept.copies:
             self._keeper.copied(self._round, anything=bool(assignments))
             if not assignments:
@@ -252,13 +255,15 @@ class AutoController(BaseController):
 
     def _without_copies_now(self, load: RoundLoad, kept: KeptPlan) -> dict[int, Assignment]:
         """Return what was best without copying, cut to what each sequence can still use."""
-        found: dict[int, Assignment] = {}
-        for s in load.sequences if kept.instead else ():
-            a = kept.instead.get(s.key)
-            room = self._room(s, a.drafter) if a is not None else 0
-            if a is not None and room:
-                found[s.key] = a if room >= a.gamma else self._assignment(a.drafter, room)
-        return found
+        cut = ((s.key, self._cut(s, kept.instead.get(s.key))) for s in load.sequences if kept.instead)
+        return {key: a for key, a in cut if a is not None}
+
+    def _cut(self, sequence: SequenceLoad, wanted: Assignment | None) -> Assignment | None:
+        """Return an assignment cut to what the sequence can use of it, None where that is nothing."""
+        room = 0 if wanted is None else self._room(sequence, wanted.drafter)
+        if wanted is None or not room:
+            return None
+        return wanted if room >= wanted.gamma else self._assignment(wanted.drafter, room)
 
     def _priced_once(self, load: RoundLoad, assignments: Mapping[int, Assignment], reason: str) -> RoundPlan:
         """Return a plan with its predictions, those of the round before where it decoded alike."""

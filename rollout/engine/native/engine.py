@@ -6,7 +6,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
 from rollout.engine.native.pass_clock import PassClock, TimedChooser
-from rollout.engine.native.rows import RowMemory
+from rollout.engine.native.rows import RowBatch, RowMemory
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.shapes import part_shapes
@@ -438,17 +438,19 @@ class NativeEngine:
     def time_forward(self, part: str, *, rows: int, context_tokens: int, sequences: int = 0) -> float:
         """Return the seconds of one forward of the policy or of a drafter that runs a model."""
         assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
-        lanes = part == WAVEFRONT and part in self._drafting.slots
-        model = None if lanes else self._model_of(part)
-        pass_s = None if model is None else model.time_pass
+        run: Callable[[RowBatch], float] | None = None
+        if part == WAVEFRONT and part in self._drafting.slots:
+            run = self._wavefront.time_pass
+        elif (model := self._model_of(part)) is not None:
+            run = model.time_pass
         return time_forward(
-            self._decoder if model is None else model.decoder,
+            self._decoder,
             self._state.storage,
             self._scheduler.pool,
             rows=rows,
             context_tokens=context_tokens,
             sequences=sequences or rows,
-            run=self._wavefront.time_pass if lanes else pass_s,
+            run=run,
         )
 
     def make_up_prompts(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -23,14 +23,13 @@ def time_forward(
     rows: int,
     context_tokens: int,
     sequences: int,
-    loops: range | None = None,
     run: Callable[[RowBatch], float] | None = None,
 ) -> float:
     """Return the seconds of one forward: ``rows`` rows spread over ``sequences``, each at the context's end.
 
-    It runs ``loops``, from the first on (all by default), and the head; or, if given, ``run``, which returns
-    what it took. Needs ``sequences * context_tokens`` free token slots. Raises ``CapacityError``.
-    The context is whatever its pages hold, in memory of their own.
+    It runs all loops and the head; or, if given, ``run``, which returns what it took. Needs
+    ``sequences * context_tokens`` free token slots. Raises ``CapacityError``. The context is whatever its
+    pages hold, in memory of their own.
     """
     per_sequence = -(-rows // sequences)
     pages_each = pages_for(context_tokens + per_sequence)
@@ -50,7 +49,7 @@ def time_forward(
         if run is not None:
             return run(batch)
         started = time.perf_counter()
-        wait_for(decoder.forward(batch, storage, loops=loops).logits_RV)
+        wait_for(decoder.forward(batch, storage).logits_RV)
         return time.perf_counter() - started
     finally:
         pool.release(pages)
