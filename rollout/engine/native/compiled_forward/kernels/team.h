@@ -1,8 +1,9 @@
 // A team of threads that runs one job at a time, and the barrier inside a job.
 //
 // Waiting spins first, since a phase of a forward lasts microseconds; then it gives the processor away, since it
-// may be shared; then it sleeps, since whoever is late may need this very processor. Between jobs the members
-// sleep. A team does not survive fork(): usable() says so.
+// may be shared; then it sleeps, since whoever is late may need this very processor. Between jobs the members wait
+// alike, but yielding for as long as a caller in Python is busy between two forwards, before they sleep: waking a
+// sleeper takes about as long as a forward of a small policy. A team does not survive fork(): usable() says so.
 #pragma once
 #include <sched.h>
 #include <unistd.h>
@@ -27,6 +28,9 @@ constexpr int kSpins = 1500;
 // As long again of yielding; a wait beyond both means that a member has lost its processor for milliseconds.
 constexpr int kYields = 50;
 constexpr std::chrono::microseconds kNap(50);
+
+// How long members yield between jobs.
+constexpr std::chrono::microseconds kLinger(500);
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -167,7 +171,7 @@ class Team {
   void serve(int index) {
     const Member self = member(index);
     for (int seen = 0;; ++seen) {
-      for (int spins = 0; spins < kSpins && posted_.load(std::memory_order_acquire) == seen; ++spins) relax();
+      linger(seen);
       Call call;
       void* job;
       {
@@ -180,6 +184,15 @@ class Team {
       call(job, self);
       self.wait();
     }
+  }
+
+  // Waits for a job after `seen` of them, but not for long.
+  void linger(int seen) const {
+    const auto nothing_new = [&] { return posted_.load(std::memory_order_acquire) == seen; };
+    for (int spins = 0; spins < kSpins && nothing_new(); ++spins) relax();
+    for (const auto end = std::chrono::steady_clock::now() + kLinger;
+         nothing_new() && std::chrono::steady_clock::now() < end;)
+      sched_yield();
   }
 
   const int size_;
