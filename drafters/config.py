@@ -22,8 +22,11 @@ class DrafterConfig:
     decoder under ``verify=coupled``, from 8192 tokens on; elsewhere it would never be read. Passes beside
     requests with filters and those of requests with penalties, bias or bans do without."""
 
-    w4_kernel: Literal["auto", "compiled", "aten", "torch"] = "auto"
-    """``compiled`` runs inside the compiled decoder; ``aten`` is torch's int4pack; ``torch`` the oracle."""
+    w4_kernel: Literal["auto", "compiled", "aten", "int8", "nf4", "torch"] = "auto"
+    """``compiled``: our own int4, and all that runs inside the compiled decoder; ``aten``: torch's int4pack;
+    ``int8``: torch's integer product; ``nf4``: bitsandbytes (extra ``bnb``); ``torch``: the oracle. ``auto``
+    in the torch decoder: by row count the fastest that can run here, timed once per machine and kept beside
+    its calibrations. A kernel's weights are packed when rows that it is the fastest for first come."""
 
     history_min_match: int = 2
     """Shortest suffix that counts as a match."""

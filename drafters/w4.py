@@ -10,10 +10,11 @@ next to none.
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from drafters.config import DrafterConfig
+from drafters.int4.kept_menus import kept_or_taken
 from drafters.int4.linears import Bits, Kernel, RebuildableLinear, build_linear
+from drafters.int4.menu import KernelMenu, shapes_of
+from drafters.int4.menu_linear import MenuLinear
 from drafters.passes import draft_by_passes
 from drafters.types import (
     SCREEN,
@@ -47,7 +48,7 @@ class W4Drafter:
         self.linears: dict[str, RebuildableLinear] = {}
         """By name, built once; a head kept in 16 bits is not among them, it is the policy's."""
         self._config = config
-        self._kernel: Kernel | None = None
+        self._kernel: Kernel | KernelMenu | None = None
         self._view: PolicyView | None = None
         self._shared_bytes = 0
 
@@ -64,8 +65,11 @@ class W4Drafter:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its linears, each once."""
-        return sum(linear.weight_bytes for linear in self.linears.values())
+        """Bytes of its linears, in every layout that is packed."""
+        return sum(
+            linear.held_bytes if isinstance(linear, MenuLinear) else linear.weight_bytes
+            for linear in self.linears.values()
+        )
 
     def rebuild(self, view: PolicyView) -> None:
         """Round every linear of the live policy into the same buffers. Raises ``DraftError``.
@@ -100,46 +104,53 @@ class W4Drafter:
             )
         return wanted == "on" or (wanted == "auto" and view.chains and view.vocab_size >= SCREENED_VOCAB)
 
-    def _rebuild_linear(self, weight: LinearWeight, kernel: Kernel, *, name: str | None = None) -> None:
+    def _rebuild_linear(
+        self, weight: LinearWeight, kernel: Kernel | KernelMenu, *, name: str | None = None
+    ) -> None:
         """Rebuild the linear of this weight, or the one called ``name`` from the same weight."""
         name = name or weight.name
         linear = self.linears.get(name)
         if linear is None:
             bits: Bits = 8 if name == HEAD else 4
-            self.linears[name] = build_linear(kernel, weight, bits=bits, group=self._config.w4_group)
+            group = self._config.w4_group
+            self.linears[name] = (
+                MenuLinear(weight, bits=bits, group=group, menu=kernel)
+                if isinstance(kernel, KernelMenu)
+                else build_linear(kernel, weight, bits=bits, group=group)
+            )
         elif (linear.out_features, linear.in_features) != (weight.out_features, weight.in_features):
             raise DraftError(f"build refused: {name} changed its shape")
         else:
             linear.rebuild(weight)
 
-    def _kernel_for(self, view: PolicyView, weights: Sequence[LinearWeight]) -> Kernel:
-        """Return the kernel, resolving ``auto`` once."""
+    def _kernel_for(self, view: PolicyView, weights: Sequence[LinearWeight]) -> Kernel | KernelMenu:
+        """Return the kernel, or what chooses it by row count, resolving ``auto`` once."""
         if self._kernel is None:
             wanted = self._config.w4_kernel
-            if wanted == "auto":
-                wanted = "compiled" if view.compiled else self._torch_kernel(weights)
-                log.info("drafter.w4_kernel: auto -> %s", wanted)
-            elif view.compiled and wanted != "compiled":
+            if view.compiled and wanted not in ("auto", "compiled"):
                 raise DraftError(f"drafter.w4_kernel={wanted} cannot run inside the compiled decoder")
-            self._kernel = wanted
+            if wanted != "auto":
+                self._kernel = wanted
+            elif view.compiled:
+                self._kernel = "compiled"
+                log.info("drafter.w4_kernel: auto -> compiled")
+            else:
+                self._kernel = self._menu(view, weights)
         return self._kernel
 
-    def _torch_kernel(self, weights: Sequence[LinearWeight]) -> Kernel:
-        """Return ``aten`` where it takes the shape of every linear, else ``torch``."""
-        tried: set[tuple[int, int, Bits]] = set()
-        try:
-            for weight in weights:
-                bits: Bits = 8 if weight.name == HEAD else 4
-                shape = (weight.out_features, weight.in_features, bits)
-                if shape not in tried:
-                    tried.add(shape)
-                    linear = build_linear("aten", weight, bits=bits, group=self._config.w4_group)
-                    # A device may lack the operator although it packs for it.
-                    linear.apply(torch.zeros_like(weight.rows()[:1]))
-        except (DraftError, NotImplementedError) as error:
-            log.warning("torch's int4 kernel does not fit this policy, using plain torch: %s", error)
-            return "torch"
-        return "aten"
+    def _menu(self, view: PolicyView, weights: Sequence[LinearWeight]) -> KernelMenu:
+        """Return the kernels timed on this machine, and say once what they come to."""
+        sample = weights[0].rows()
+        own = [w for w in weights if w.name != HEAD or self._config.w4_head_bits == 8]
+        menu = kept_or_taken(
+            shapes_of(own, head=HEAD, loops=view.loops),
+            group=self._config.w4_group,
+            dtype=sample.dtype,
+            device=sample.device,
+        )
+        left_out = "; ".join(f"not {kernel}: {reason}" for kernel, reason in menu.why_not.items())
+        log.info("drafter.w4_kernel: auto -> %s (%s)", menu.words(), left_out or "all kernels timed")
+        return menu
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """Run up to ``gamma`` passes; a request with a smaller gamma sits out the later ones."""

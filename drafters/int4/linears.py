@@ -1,8 +1,10 @@
 """The kernels behind one interface: every linear can be rebuilt in place from the live policy.
 
-``compiled``: packed, read by the compiled decoder, CPU only. ``aten``: torch's int4 operators. ``torch``: the
-rounded weight multiplied out again, slow and right everywhere: the oracle. No kernel replaces another here;
-what one cannot do is a ``DraftError`` that names the linear.
+``compiled``: packed, read by the compiled decoder and, through a call of its own, by others; CPU only.
+``aten``: torch's int4 operators. ``int8``: torch's integer product, 8 bits in every linear. ``nf4``:
+bitsandbytes. ``torch``: the rounded weight multiplied out again, slow and right everywhere: the oracle. No
+kernel replaces another here (``menu.py`` chooses); what one cannot do is a ``DraftError`` that names the
+linear.
 
 Shapes: R rows, N out features, K in features.
 """
@@ -17,7 +19,7 @@ from torch.nn import functional as F
 from drafters.int4.rounding import Int4Rounding, Int8Rounding, round_to_int4, round_to_int8_rows
 from drafters.types import LinearWeight, QuantizedLinear
 
-Kernel = Literal["compiled", "aten", "torch"]
+Kernel = Literal["compiled", "aten", "int8", "nf4", "torch"]
 Bits = Literal[4, 8]
 
 
@@ -77,6 +79,19 @@ def _aten(weight: LinearWeight, bits: Bits, group: int) -> RebuildableLinear:
     return AtenInt4Linear(weight, group=group) if bits == 4 else AtenInt8Linear(weight)
 
 
+def _int8(weight: LinearWeight, bits: Bits, group: int) -> RebuildableLinear:
+    from drafters.int4.dynamic_int8 import DynamicInt8Linear
+
+    return DynamicInt8Linear(weight)
+
+
+def _nf4(weight: LinearWeight, bits: Bits, group: int) -> RebuildableLinear:
+    from drafters.int4.aten import AtenInt8Linear
+    from drafters.int4.nf4 import Nf4Linear
+
+    return Nf4Linear(weight, group=group) if bits == 4 else AtenInt8Linear(weight)
+
+
 def _torch(weight: LinearWeight, bits: Bits, group: int) -> RebuildableLinear:
     return TorchLinear(weight, bits=bits, group=group)
 
@@ -84,15 +99,18 @@ def _torch(weight: LinearWeight, bits: Bits, group: int) -> RebuildableLinear:
 KERNELS: dict[Kernel, Callable[[LinearWeight, Bits, int], RebuildableLinear]] = {
     "compiled": _compiled,
     "aten": _aten,
+    "int8": _int8,
+    "nf4": _nf4,
     "torch": _torch,
 }
-"""Every kernel there is."""
+"""Every kernel there is, and of two that take as long the first is preferred."""
 
 
 def build_linear(kernel: Kernel, weight: LinearWeight, *, bits: Bits, group: int) -> RebuildableLinear:
     """Return a linear of the shape of ``weight`` with persistent buffers, already rounded from it.
 
-    Raises ``DraftError`` when the kernel cannot take this shape, or the weight is not finite.
+    ``bits`` are the fewest it may keep: ``int8`` keeps 8. Raises ``DraftError`` when the kernel cannot take
+    this shape, or the weight is not finite.
     """
     linear = KERNELS[kernel](weight, bits, group)
     linear.rebuild(weight)

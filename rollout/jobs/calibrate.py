@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from controller.calibration import OTHER, Calibration
+from drafters.int4.kept_menus import forget_all
 from rollout.calibration.store import calibrate_anew, words, write
 from rollout.job_config import JobConfig
 from rollout.output_files import writable
@@ -16,6 +17,7 @@ def main(job: JobConfig) -> int:
     from rollout.engine.native.build import build_engine
 
     out = None if job.calibrate.out is None else writable(Path(job.calibrate.out), "calibrate.out")
+    forget_all()
     with Progress(f"loading policy {job.policy.source}"):
         engine = build_engine(job.policy, job.engine, job.drafter, host="calibrate")
     started_s = time.monotonic()

@@ -102,6 +102,7 @@ ONE_FILE = {
     "tensorboard": ["rollout/tracking/tensorboard_run.py"],
     "pyarrow": ["rollout/tracking/parquet.py"],
     "trl": ["trainers_bridge/trl.py"],
+    "bitsandbytes": ["drafters/int4/nf4.py"],
 }
 
 

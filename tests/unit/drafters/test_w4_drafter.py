@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters import w4
 from drafters.config import DrafterConfig
-from drafters.int4.linears import build_linear
+from drafters.int4.linears import Kernel, build_linear
+from drafters.int4.menu import ROWS, KernelMenu, LinearShape, menu_of
 from drafters.types import DraftError, DraftRequest, DraftStep, LinearWeight, QuantizedLinear
 from drafters.w4 import SCREENED_VOCAB, W4Drafter
 
@@ -118,6 +120,17 @@ def addresses(drafter: W4Drafter) -> dict[str, int]:
         for buffer, value in vars(linear).items()
         if isinstance(value, Tensor)
     }
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Mapping[Kernel, tuple[float, ...]]:
+    """Timings in place of those of this machine: ``aten`` to 2 rows, ``torch`` beyond."""
+    seconds: dict[Kernel, tuple[float, ...]] = {
+        "aten": tuple(1.0 if rows <= 2 else 3.0 for rows in ROWS),
+        "torch": tuple(2.0 for _ in ROWS),
+    }
+    monkeypatch.setattr(w4, "kept_or_taken", lambda *_, **__: menu_of(seconds, {"nf4": "none here"}))
+    return seconds
 
 
 def test_ragged_gammas_drop_out_one_by_one_and_costs_count_every_row() -> None:
@@ -262,20 +275,56 @@ def test_auto_takes_the_compiled_kernel_where_the_engine_is_compiled() -> None:
     assert type(drafter.linears["head"]).__name__ == "PackedInt8Linear"
 
 
-def test_auto_takes_torchs_kernel_where_it_fits_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_by_row_count_what_was_timed_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, timed: Mapping[Kernel, tuple[float, ...]]
+) -> None:
     with caplog.at_level(logging.INFO, logger="drafters.w4"):
         drafter = built(SmallPolicy(version=0))
         drafter.rebuild(SmallPolicy(version=1))
-    assert type(drafter.linears["layers.0.qkv"]).__name__ == "AtenInt4Linear"
-    assert [r.getMessage() for r in caplog.records] == ["drafter.w4_kernel: auto -> aten"]
+    assert {type(q).__name__ for q in drafter.linears.values()} == {"MenuLinear"}
+    assert [r.getMessage() for r in caplog.records] == [
+        "drafter.w4_kernel: auto -> aten to 2 rows, torch from there on (not nf4: none here)"
+    ]
 
 
-def test_auto_falls_back_to_plain_torch_only_with_a_warning_that_names_the_linear(
-    caplog: pytest.LogCaptureFixture,
+def test_a_layout_is_packed_when_its_rows_come_counted_from_then_on_and_rebuilt_in_place(
+    timed: Mapping[Kernel, tuple[float, ...]],
 ) -> None:
-    drafter = built(SmallPolicy(version=0, hidden=24))
-    assert type(drafter.linears["layers.0.qkv"]).__name__ == "TorchLinear"
-    assert "layers.0.qkv does not fit torch's int4 kernel" in caplog.text
+    drafter = built(SmallPolicy(version=0))
+    aten, torchs = (built(SmallPolicy(version=0), w4_kernel=kernel) for kernel in ("aten", "torch"))
+    drafter.propose([request(0, [1], 2), request(1, [2], 2)])
+    assert drafter.held_bytes == drafter.weight_bytes == aten.held_bytes
+    four = [request(key, [key], 2) for key in range(4)]
+    assert drafter.propose(four).tokens == torchs.propose(four).tokens
+    assert drafter.held_bytes == aten.held_bytes + torchs.held_bytes
+    assert drafter.weight_bytes == aten.weight_bytes
+    layouts = [layout for q in drafter.linears.values() for layout in q.layouts.values()]  # type: ignore[attr-defined]
+    addresses_before = [t.data_ptr() for q in layouts for t in vars(q).values() if isinstance(t, Tensor)]
+    new = SmallPolicy(version=1, seed=4)
+    drafter.rebuild(new)
+    for kernel, some in (("aten", four[:1]), ("torch", four)):
+        assert drafter.propose(some).tokens == built(new, w4_kernel=kernel).propose(some).tokens
+    again = [layout for q in drafter.linears.values() for layout in q.layouts.values()]  # type: ignore[attr-defined]
+    assert all(a is b for a, b in zip(layouts, again, strict=True))
+    assert addresses_before == [
+        t.data_ptr() for q in again for t in vars(q).values() if isinstance(t, Tensor)
+    ]
+
+
+def test_a_head_that_stays_the_policys_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[LinearShape, ...]] = []
+
+    def note(shapes: tuple[LinearShape, ...], **_: object) -> KernelMenu:
+        asked.append(shapes)
+        return menu_of({"torch": (1.0,) * len(ROWS)}, {})
+
+    monkeypatch.setattr(w4, "kept_or_taken", note)
+    view = SmallPolicy(version=0)
+    view.loops = 3
+    built(view, w4_head_bits=16)
+    built(view)
+    body = LinearShape(out_features=HIDDEN, in_features=HIDDEN, bits=4, count=6)
+    assert asked == [(body,), (body, LinearShape(out_features=VOCAB, in_features=HIDDEN, bits=8, count=1))]
 
 
 def test_a_chosen_kernel_is_never_replaced() -> None:
