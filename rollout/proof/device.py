@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.config import DrafterConfig
-from drafters.int4.linears import Bits, build_linear
+from drafters.int4.linears import Bits, Kernel, build_linear
 from drafters.types import DraftError
 from drafters.w4 import W4Drafter
 from rollout.engine import noise
@@ -30,7 +30,8 @@ LOGIT_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-4, torch.bfloa
 """Logits are of size 2. float32 differs by summation order; bfloat16 keeps 8 bits through every layer."""
 
 INT4_TOLERANCE = 0.02
-"""Relative to the largest output: operators compute in bfloat16, the oracle in float32."""
+"""Relative to the largest output: operators compute in bfloat16 or round activations to 8 bits, the oracle
+computes in float32."""
 
 NOISE_TOLERANCE = 1e-12
 LOGPROB_TOLERANCE = 1e-9
@@ -173,19 +174,22 @@ def oracle_drafter() -> W4Drafter:
 
 
 def check_int4(device: str) -> DeviceFinding:
-    """torch's int4 and int8 operators against the rounded weight multiplied out."""
+    """torch's int4 and int8 operators, and its integer product, against the rounded weight multiplied out."""
     facts: dict[str, Any] = {}
     passed: list[bool] = []
     generator = torch.Generator().manual_seed(0)
     rows_NK = (torch.randn(128, 256, generator=generator) * 0.1).bfloat16().to(device)
     x_RK = torch.randn(5, 256, generator=generator).bfloat16().to(device)
     weight = TorchLinear(name="checked", out_features=128, in_features=256, weight_NK=rows_NK)
-    all_bits: tuple[Bits, ...] = (4, 8)
-    for bits in all_bits:
-        name = f"int{bits}"
+    kinds: tuple[tuple[str, Kernel, Bits], ...] = (
+        ("int4", "aten", 4),
+        ("int8", "aten", 8),
+        ("dynamic_int8", "int8", 8),
+    )
+    for name, kernel, bits in kinds:
         expected = build_linear("torch", weight, bits=bits, group=64).apply(x_RK.float())
         try:
-            found = build_linear("aten", weight, bits=bits, group=64).apply(x_RK).float()
+            found = build_linear(kernel, weight, bits=bits, group=64).apply(x_RK).float()
         except (DraftError, RuntimeError) as error:
             facts[name] = f"not run: {error}"
             continue

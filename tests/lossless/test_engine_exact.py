@@ -92,6 +92,17 @@ def test_every_drafter_and_gamma_gives_the_text_of_plain_decoding(
     assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0 or name == "history"
 
 
+@pytest.mark.parametrize("kernel", ["auto", "compiled", "int8"])
+def test_texts_are_those_of_plain_decoding_whatever_kernel_drafts(kernel: str) -> None:
+    """In the torch decoder, where ``auto`` takes what this machine's timings say."""
+    policy = tiny_policy(family="smollm2")
+    requests = _requests(policy)
+    drafter = build("w4", DrafterConfig(w4_kernel=kernel))  # type: ignore[arg-type]
+    done = run_engine(tiny_engine(policy, [drafter]), requests, fixed_plan("w4", 3))
+    assert texts(done) == _plain(policy, False, requests)
+    assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0
+
+
 @pytest.mark.parametrize("compiled", KINDS)
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_a_looped_policy_gives_the_text_of_plain_decoding_with_every_drafter(

@@ -24,7 +24,10 @@ from rollout.calibration.measure import calibrate
 from rollout.calibration.neighbours import TICKS_PER_S
 from rollout.calibration.store import calibrate_anew, calibration_key, load_or_calibrate
 from rollout.config import EngineConfig
+from rollout.engine.native import build as native_build
 from rollout.engine.native.engine import NativeEngine
+from rollout.job_config import JobConfig
+from rollout.jobs.calibrate import main as calibrate_command
 from rollout.testing import tiny_policy
 from rollout.testing_native import requests_for, tiny_engine
 
@@ -66,6 +69,27 @@ def test_a_busy_engine_is_not_calibrated(engine: NativeEngine) -> None:
     )
     with pytest.raises(ValueError, match="idle"):
         calibrate(engine, CONTROLLER, key="k")
+
+
+def test_the_command_forgets_the_kept_timings_of_kernels_before_it_builds_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class ReachedError(Exception):
+        pass
+
+    def build_engine(*_: object, **__: object) -> None:
+        raise ReachedError
+
+    monkeypatch.setenv("TAILDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_build, "build_engine", build_engine)
+    kept, another = tmp_path / "calibration" / "kernels-1.json", tmp_path / "calibration" / "1.json"
+    kept.parent.mkdir()
+    kept.touch()
+    another.touch()
+    with pytest.raises(ReachedError):
+        calibrate_command(JobConfig())
+    assert not kept.exists()
+    assert another.exists()
 
 
 class Clockwork:

@@ -111,6 +111,7 @@ def test_the_checks_pass_where_device_and_reference_are_one() -> None:
     found = check_int4("cpu")
     assert found.passed is True, found
     # It is compared with something else: rounding to 4 bits would not agree to the last bit.
+    assert set(found.facts) == {"int4", "int8", "dynamic_int8"}
     assert found.facts["int4"]["largest_relative_difference"] > 0
 
 
