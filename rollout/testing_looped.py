@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
+from rollout.engine.native.decoder_work import DecoderWork
 from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
 
@@ -129,6 +130,11 @@ class CountingDecoder:
         self.spec, self.compiled, self.row_invariant = inner.spec, inner.compiled, inner.row_invariant
         self.fail_from_loop: int | None = None
         """Forwards that start at this loop raise ``RuntimeError``."""
+
+    @property
+    def work(self) -> DecoderWork:
+        """Of the counted decoder, as it counts itself."""
+        return self._inner.work
 
     def take(self) -> Counter[RowLoop]:
         """Return the counts since the last call."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
+from rollout.engine.native.decoder_work import DecoderWork, WorkCount
 from rollout.engine.native.rows import PAGE_TOKENS, RowBatch
 from rollout.errors import UnsupportedError
 from rollout.policy.spec import ModelSpec
@@ -50,6 +51,7 @@ class TableDecoder:
 
     def __init__(self, logits_of: LogitsOf, *, vocab_size: int, max_positions: int = 64) -> None:
         self._logits_of = logits_of
+        self._work = WorkCount(1)
         self._known: dict[tuple[int, ...], Tensor] = {}
         self.spec = ModelSpec(
             family="table",
@@ -65,6 +67,11 @@ class TableDecoder:
             tie_embeddings=True,
             eos_ids=(),
         )
+
+    @property
+    def work(self) -> DecoderWork:
+        """Rows that were written and looked up."""
+        return self._work.total()
 
     def new_storage(self, pages: int) -> TablePages:
         """Return pages of zeros."""
@@ -87,6 +94,8 @@ class TableDecoder:
     ) -> ForwardResult:
         """Write the rows' ids to their slots, then look every head row up by what precedes it."""
         assert isinstance(kv, TablePages), "a table reads ids, not keys"
+        self._work.through((0,), batch.rows)
+        self._work.head_rows += batch.head_rows_R.shape[0]
         positions: list[int] = batch.positions_M.tolist()
         pages = batch.page_table_SP[batch.table_M].tolist() if positions else []
         for token, position, page_row in zip(batch.token_ids_M.tolist(), positions, pages, strict=True):

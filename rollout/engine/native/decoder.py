@@ -8,6 +8,7 @@ from torch import Tensor
 
 from controller.types import ForwardSeconds
 from drafters.types import LinearWeight, QuantizedLinear
+from rollout.engine.native.decoder_work import DecoderWork
 from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
 
@@ -71,6 +72,11 @@ class Decoder(Protocol):
     @property
     def scratch_bytes(self) -> int:
         """Memory kept between forwards for hidden states and logits."""
+        ...
+
+    @property
+    def work(self) -> DecoderWork:
+        """All it has computed since it was made. Decoders of ``with_linears`` count their own."""
         ...
 
     def new_storage(self, pages: int) -> KVStorage:

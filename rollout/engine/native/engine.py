@@ -430,6 +430,7 @@ class NativeEngine:
             "engine/prefix_hit_tokens": float(scheduler.prefix.hit_tokens),
             "engine/prefix_lookup_tokens": float(scheduler.prefix.lookup_tokens),
             "engine/update_s": self._update_s,
+            "engine/computed_row_loops": float(self._decoder.work.row_loops),
             "engine/reused_row_loops": float(self._reused_row_loops),
             "engine/lanes": float(self._wavefront.lanes),
             **self._drafting.gauges(),

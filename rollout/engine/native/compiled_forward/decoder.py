@@ -24,6 +24,7 @@ from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.compiled_forward.scratch import RowBuffer
 from rollout.engine.native.compiled_forward.weights import PANEL, PackedCodes, Weights, checked_linear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
+from rollout.engine.native.decoder_work import DecoderWork
 from rollout.engine.native.loops import (
     check_kept_states,
     check_states,
@@ -110,7 +111,8 @@ class CompiledDecoder:
         self._attach()
 
     def _attach(self) -> None:
-        """Make this object's own C decoder and buffers."""
+        """Make this object's own C decoder, buffers and counters."""
+        self._work = (ctypes.c_int64 * (len(abi.WORK) + self.spec.loops))()
         model, self._layer_structs = self._model_struct()
         handle = self._library.taildraft_decoder_new(ctypes.byref(model), self._team.handle)
         if not handle:
@@ -131,6 +133,12 @@ class CompiledDecoder:
     def scratch_bytes(self) -> int:
         """Memory of the hidden states and logits of the widest forward so far."""
         return self._hidden.nbytes + self._logits.nbytes
+
+    @property
+    def work(self) -> DecoderWork:
+        """What the kernels counted where they did it, in every call alike."""
+        passes, head_rows, *rows_by_loop = self._work
+        return DecoderWork(passes=passes, head_rows=head_rows, rows_by_loop=tuple(rows_by_loop))
 
     @property
     def screens(self) -> bool:
@@ -419,6 +427,7 @@ class CompiledDecoder:
             layer=layers,
             head=self._linear("head"),
             screen=self._linear("head", stored=SCREEN) if self.screens else abi.LinearStruct(),
+            work=ctypes.addressof(self._work),
         )
         return model, layers
 

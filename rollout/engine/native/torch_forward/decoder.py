@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drafters.types import LinearWeight, QuantizedLinear
 from rollout.engine.native.decoder import ForwardResult, KVStorage
+from rollout.engine.native.decoder_work import DecoderWork, WorkCount
 from rollout.engine.native.loops import (
     EMBED,
     FINAL,
@@ -99,6 +100,7 @@ class TorchDecoder:
         self._sin_PH = sin_PH.to(self.device, self._accurate)
         self.attention: FastAttention = SdpaAttention()
         """How fast batches attend; exact ones never ask."""
+        self._work = WorkCount(spec.loops)
         self._graphs: ForwardGraphs | None = None
         self._last_replacing: TorchDecoder | None = None
         self._replaced: dict[str, QuantizedLinear] = {}
@@ -109,6 +111,11 @@ class TorchDecoder:
         """Memory of the policy's weights; where oneDNN's packed form is kept beside them, of both."""
         packed = sum(self.weights.linears[name].nbytes for name in self._packed)
         return self.weights.nbytes + packed
+
+    @property
+    def work(self) -> DecoderWork:
+        """What its methods were asked for; a recorded forward counts whenever it runs again."""
+        return self._work.total()
 
     @property
     def positions(self) -> int:
@@ -182,6 +189,7 @@ class TorchDecoder:
             )
         other = copy.copy(self)
         other.attention, other._graphs, other._last_replacing = attention, None, None
+        other._work = WorkCount(self.spec.loops)
         if recorder is not None:
             other._graphs = ForwardGraphs(
                 recorder, self.spec, dtype=self.dtype, logits_dtype=self._accurate, device=self.device
@@ -201,6 +209,8 @@ class TorchDecoder:
     ) -> ForwardResult:
         """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
         loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
+        self._work.through(loops, batch.rows)
+        self._work.head_rows += batch.head_rows_R.shape[0]
         if self._graphs is not None and not taps:
             storage = _torch_kv(kv)
             replayed = self._graphs.forward(
@@ -229,7 +239,7 @@ class TorchDecoder:
             see(TapPlace(loop=loop), hidden_MD)
         if FINAL in places.values():
             see(FINAL, self._before_head(hidden_MD))
-        logits_RV = self.head(hidden_MD[batch.head_rows_R.long().to(self.device)])
+        logits_RV = self._head(hidden_MD[batch.head_rows_R.long().to(self.device)])
         kept = {name: seen[place] for name, place in places.items()}
         return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD if states else hidden_MD[:0], taps=kept)
 
@@ -253,7 +263,7 @@ class TorchDecoder:
         part_RD = hidden_MD[heads_R.to(self.device)]
         if len(heads_R):
             part_RD = self._layer(part_RD, self._plan(rows_of(batch, heads_R)), kv, loop=loop, layer=layer)
-        return self.head(self._close_loop(part_RD))
+        return self._head(self._close_loop(part_RD))
 
     def _write_keys(
         self,
@@ -285,7 +295,7 @@ class TorchDecoder:
         hidden_RD = self.embed(rows.token_ids_R) if rows.hidden_RD is None else rows.hidden_RD
         for loop in loops:
             hidden_RD = self._block(hidden_RD, plan, kv, loop=loop)
-        return self.head(hidden_RD), hidden_RD
+        return self._head(hidden_RD), hidden_RD
 
     @torch.no_grad()
     def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
@@ -295,12 +305,13 @@ class TorchDecoder:
         """
         check_loop_rows(self.spec, loop_M, rows=batch.rows)
         check_states(self.spec, hidden_MD, rows=batch.rows)
+        self._work.advanced(loop_M.tolist())
         out_MD = torch.empty_like(hidden_MD, dtype=self.dtype)
         for loop in sorted(set(loop_M.tolist())):
             rows_K = (loop_M == loop).nonzero()[:, 0]
             part = rows_of(batch, rows_K)
             states = self.embed(part.token_ids_M) if loop == 0 else hidden_MD[rows_K].to(self.dtype)
-            out_MD[rows_K] = self.block(states, part, kv, loop=loop)
+            out_MD[rows_K] = self._block(states, self._plan(part), kv, loop=loop)
         logits_RV = self.head(out_MD[batch.head_rows_R.long().to(self.device)])
         return ForwardResult(logits_RV=logits_RV, hidden_MD=out_MD)
 
@@ -314,6 +325,7 @@ class TorchDecoder:
         """Run all layers once on KV planes of ``loop`` and return the states after it (M, hidden)."""
         if loop not in range(self.spec.loops):
             raise ValueError(f"loop {loop} is outside 0..{self.spec.loops - 1}")
+        self._work.through((loop,), batch.rows)
         return self._block(hidden_MD, self._plan(batch), kv, loop=loop)
 
     def _block(self, hidden_MD: Tensor, plan: AttentionPlan, kv: KVStorage, *, loop: int) -> Tensor:
@@ -324,6 +336,10 @@ class TorchDecoder:
     @torch.no_grad()
     def head(self, hidden_RD: Tensor) -> Tensor:
         """Return logits (R, vocab) of states after any loop; float32, or float64 in float64."""
+        self._work.head_rows += hidden_RD.shape[0]
+        return self._head(hidden_RD)
+
+    def _head(self, hidden_RD: Tensor) -> Tensor:
         if hidden_RD.shape[0] == 0:
             return hidden_RD.new_empty((0, self.spec.vocab_size), dtype=self._accurate)
         parts = [self._linear("head", x_RD) for x_RD in self._parts(self._before_head(hidden_RD))]

@@ -13,6 +13,9 @@ struct Layer {
   const float *attention_out_norm, *mlp_out_norm;  // before the residual add, or null
 };
 
+// Where a decoder counts what it computes: after these come the rows that went through each loop.
+enum Work : int32_t { kPasses = 0, kHeadRows, kRowsByLoop };
+
 struct Model {
   int32_t vocab, hidden, layers, query_heads, kv_heads, head_dim, max_positions;
   int32_t window;  // keys a row reads at most; 0: all
@@ -26,6 +29,7 @@ struct Model {
   const Layer* layer;
   Linear head;
   Linear screen;  // the head once more in fewer bits, or none (data is null)
+  int64_t* work;  // (kRowsByLoop + loops), counted up; the caller's
 };
 
 // One forward, or a part of one. Shapes as in rows.py: M rows, S tables of P pages, R head rows.

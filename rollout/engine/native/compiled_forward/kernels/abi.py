@@ -26,6 +26,10 @@ CALLER_STATUS = frozenset({1, 2, 3, 4, 7})
 """Those that a wrong batch causes."""
 
 
+WORK = ("passes", "head_rows")
+"""``forward::Work``, in its order; rows by loop come after these."""
+
+
 PHASES = ("linears", "attention", "head", "rest")
 """``phases::Phase``, in its order."""
 
@@ -83,6 +87,7 @@ class ModelStruct(ctypes.Structure):
         ("layer", POINTER(LayerStruct)),
         ("head", LinearStruct),
         ("screen", LinearStruct),
+        ("work", c_void_p),
     ]
 
 

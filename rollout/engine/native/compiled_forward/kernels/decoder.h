@@ -309,10 +309,22 @@ class Decoder {
     return {{rows.row(0), rows.stride}, {codes.q.get(), codes.scale.get(), codes.scaled_sum.get(), w.k}};
   }
 
+  // Counts what goes through a loop. Keys say it best: every row writes its own in the last layer of a loop, those
+  // that end there as well, and nothing else of it is done by all of them. For one member to call.
+  void count_loop(const Call& call, int loop) const {
+    int64_t* rows = model_.work + kRowsByLoop;
+    ++model_.work[kPasses];
+    if (!call.row_loop) rows[loop] += call.rows;
+    else
+      for (int m = 0; m < call.rows; ++m) ++rows[call.row_loop[m]];
+  }
+
   // Queries, keys and values, dealt by whole heads, so that who computed a head also turns it and writes it.
   void project_and_turn(const Call& call, const Member& me, const Layer& w, const Prepared& own, Range all, int loop,
                         int layer) {
     const int per_head = model_.head_dim / panels::kColumns;
+    const bool writes_keys = all.end > queries_.end;
+    if (me.index == 0 && writes_keys && layer == model_.layers - 1) count_loop(call, loop);
     me.deal(all.end - all.begin, 1, [&](Range dealt) {
       const Range heads{all.begin + dealt.begin, all.begin + dealt.end};
       apply(w.qkv, heads.begin * per_head, heads.end * per_head, input(own.normed, own, w.qkv), call.rows,
@@ -421,6 +433,7 @@ class Decoder {
       for (int m = mine.begin; m < mine.end; ++m) before_head(call, m, call.final_tap + m * width);
     }
     if (call.head_rows == 0) return;
+    if (me.index == 0) model_.work[kHeadRows] += call.head_rows;
     const Linear& w = call.screened ? model_.screen : model_.head;
     Prepared& own = prepared(me, call.head_rows);
     const Range mine = rows_to_prepare(me, call.head_rows);
