@@ -176,6 +176,9 @@ class LaneLaw:
     """Passes a token takes in lanes, against what its acceptance says."""
 
     arm: str
+    depth: int
+    """Loops after which a token proposes the next."""
+
     alpha: float
     """Share of proposals that were the target's own choice."""
 
@@ -191,4 +194,4 @@ class LaneLaw:
 def lane_law(arm: str, *, depth: int, loops: int, alpha: float, work: RoundWork) -> LaneLaw:
     """Return how many passes a token took in a full pipeline, and how many it should."""
     predicted = alpha * depth + (1.0 - alpha) * loops
-    return LaneLaw(arm=arm, alpha=alpha, predicted=predicted, measured=work.passes_per_token)
+    return LaneLaw(arm=arm, depth=depth, alpha=alpha, predicted=predicted, measured=work.passes_per_token)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from rollout.engine.native.engine import NativeEngine
 from rollout.evaluation.spread import Limits
+from rollout.evaluation.ways import DraftWay
 from rollout.proof.compare import Texts, difference_of
 from rollout.proof.finding import Difference
 from rollout.proof.margin import with_margin
@@ -39,9 +40,12 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeReport:
-    """The texts of one drafter and gamma against plain decoding's."""
+    """The texts of one drafter, depth and gamma against plain decoding's."""
 
     drafter: str
+    depth: int
+    """Loops after which drafts are read out; 0 for those that are no readout of the policy."""
+
     gamma: int
     batch: int
     texts: int
@@ -94,14 +98,14 @@ def plain_texts(engine: NativeEngine, requests: Sequence[Request]) -> PlainTexts
 
 
 def free_report(
-    engine: NativeEngine, plain: PlainTexts, drafter: str, gamma: int, *, batch: int, limits: Limits
+    engine: NativeEngine, plain: PlainTexts, way: DraftWay, gamma: int, *, batch: int, limits: Limits
 ) -> FreeReport:
-    """Generate every text with ``drafter``, at most ``batch`` at once, and compare."""
+    """Generate every text, at most ``batch`` at once, and compare. ``engine`` drafts that ``way``."""
     # Names of their own, so that ``history`` cannot look an earlier run's text up.
-    sent = [replace(r, prompt_uid=f"{drafter}-{gamma}/{r.prompt_uid}") for r in plain.requests]
-    run = drive(engine, sent, Steering(plan=fixed_plan(drafter, gamma)), batch=batch)
+    sent = [replace(r, prompt_uid=f"{way.name}-{gamma}/{r.prompt_uid}") for r in plain.requests]
+    run = drive(engine, sent, Steering(plan=fixed_plan(way.drafter, gamma)), batch=batch)
     found = {one.key: run.completions[other.key] for one, other in zip(plain.requests, sent, strict=True)}
-    return _compared(engine, plain, found, run, drafter=drafter, gamma=gamma, batch=batch, limits=limits)
+    return _compared(engine, plain, found, run, way=way, gamma=gamma, batch=batch, limits=limits)
 
 
 def _compared(
@@ -110,7 +114,7 @@ def _compared(
     found: Mapping[tuple[str, int], Completion],
     run: Drive,
     *,
-    drafter: str,
+    way: DraftWay,
     gamma: int,
     batch: int,
     limits: Limits,
@@ -126,7 +130,8 @@ def _compared(
         differences[0] if differences else None
     )
     return FreeReport(
-        drafter=drafter,
+        drafter=way.drafter,
+        depth=way.depth,
         gamma=gamma,
         batch=batch,
         texts=len(plain.requests),

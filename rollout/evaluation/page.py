@@ -21,6 +21,9 @@ ENDINGS = {
 }
 """What the result's ``ending`` means to a reader."""
 
+DEPTH = "Depth: loops of the policy after which drafts are read out."
+"""What a drafter's depth means to a reader."""
+
 SPREAD_K = 0.07
 """Drafters beside each other are drawn so far apart, in draft tokens: else intervals hide each other."""
 
@@ -82,29 +85,39 @@ def chains(data: Data) -> Panel:
     rows = []
     for report in data["chains"]:
         planes = [p[side] for p in report["planes"] for side in ("keys", "values")]
+        states = zip(report["states"], report["states_seen"], strict=True)
         rows.append(
             [
                 f"{report['drafter']}, K {report['gamma']}",
+                report["depth"],
+                report["path"],
                 report["positions"],
-                "; ".join(f"{s['largest']:.3g} / {s['rms']:.3g}" for s in report["states"]),
+                "; ".join(f"{s['largest']:.3g} / {s['rms']:.3g} ({n})" if s else "-" for s, n in states),
                 f"{max(p['largest'] for p in planes):.3g} / {max(p['rms'] for p in planes):.3g}",
                 f"{report['logits']['largest']:.3g} / {report['logits']['rms']:.3g}",
                 report["argmax_mismatches"],
                 report["drafts_kept"],
-                report["most_often"],
+                ", ".join(f"{rows / report['positions']:.3g}" for rows in report["rows_by_loop"]),
             ]
         )
     columns = (
         "drafter",
+        "depth",
+        "run in",
         "positions",
-        "states by loop, max / rms",
+        "states by loop, max / rms (seen)",
         "worst KV plane, max / rms",
         "logits, max / rms",
         "argmax mismatches",
         "drafts kept",
-        "times computed, at most",
+        "times computed, by loop",
     )
-    note = "Every choice is forced to a given chain. Each KV plane by itself is in the JSON."
+    note = (
+        "Every choice is forced to a given chain. Compiled calls are what serves: of the states they leave "
+        "those that can be looked at are, and keys, values and logits of all positions; times computed are "
+        "what their kernels counted. Pass by pass every state is seen. "
+        f"{DEPTH} Each KV plane by itself is in the JSON."
+    )
     if data["exit_gate"] is not None:
         shares = ", ".join(f"{share:.3f}" for share in data["exit_gate"]["leaves_after"])
         note += (
@@ -127,6 +140,7 @@ def generation(data: Data) -> Panel:
         rows.append(
             [
                 f"{report['drafter']}, K {report['gamma']}",
+                report["depth"] or "-",
                 report["batch"],
                 f"{report['identical']} of {report['texts']}",
                 f"{report['accepted']} of {report['drafted']}",
@@ -137,6 +151,7 @@ def generation(data: Data) -> Panel:
         )
     columns = (
         "drafter",
+        "depth",
         "batch",
         "identical",
         "drafts kept",
@@ -144,7 +159,7 @@ def generation(data: Data) -> Panel:
         "margin there",
         "replay agrees with",
     )
-    note = "Identical: every id and, where numerics are exact, every bit of all logprobs."
+    note = f"Identical: every id and, where numerics are exact, every bit of all logprobs. {DEPTH}"
     return Panel(title=title, body=table(columns, rows), note=note)
 
 
@@ -163,6 +178,12 @@ def _spots(data: Data) -> dict[str, dict[str, Any]]:
         if ratio["values"]:
             spots.setdefault(f"{concurrency}_{length}_", {})[arm] = ratio
     return spots
+
+
+def _at_depth(data: Data, drafter: str) -> str:
+    """Name a drafter of the sweep with the depth its numbers have, where it has one."""
+    depth = data["depths"].get(drafter)
+    return f"{drafter} (depth {depth})" if depth else drafter
 
 
 def _spot_name(prefix: str) -> str:
@@ -194,7 +215,7 @@ def speed(data: Data) -> Panel:
         plot.line([(plot.x.low, 1.0), (plot.x.high, 1.0)], QUIET, dashed=True)
         for index, (drafter, points) in enumerate(by_drafter.items()):
             tint, shift = colour(index), SPREAD_K * (index - (len(by_drafter) - 1) / 2)
-            plot.name(drafter, tint)
+            plot.name(_at_depth(data, drafter), tint)
             plot.line([(g + shift, r["median"]) for g, r in points], tint)
             for g, r in points:
                 low, high = intervals[f"{drafter}_k{g}"]
@@ -244,14 +265,14 @@ def lanes(data: Data) -> Panel:
     """Passes per token of lanes."""
     title = "Passes per token in lanes"
     rows = [
-        [_spot_name(prefix), law["arm"], law["alpha"], law["predicted"], law["measured"],
+        [_spot_name(prefix), law["arm"], law["depth"], law["alpha"], law["predicted"], law["measured"],
          f"{law['error_frac']:+.1%}"]
         for prefix, costs in data["costs"].items()
         for law in costs["lanes"]
     ]  # fmt: skip
     if not rows:
         return no_data(title, "wavefront was not swept with a full pipeline.")
-    columns = ("cell", "arm", "alpha", "alpha d + (1 - alpha) D", "measured", "error")
+    columns = ("cell", "arm", "depth d", "alpha", "alpha d + (1 - alpha) D", "measured", "error")
     return Panel(title=title, body=table(columns, rows), note="alpha: share of proposals that were kept.")
 
 

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, field
 
 from rollout.bench.bound import Peaks
 from rollout.bench.result import Json, result
-from rollout.evaluation.chains import ChainReport, ExitReport
+from rollout.evaluation.chains import ChainReport
 from rollout.evaluation.cost_law import LaneLaw, Prediction
 from rollout.evaluation.generation import FreeReport
 from rollout.evaluation.goals import Goal, Measured, goals_of
+from rollout.evaluation.serial import ExitReport
 from rollout.evaluation.swept import Sweep, decoding_totals
 from rollout.proof.finding import Finding
 
@@ -48,6 +49,7 @@ def evaluation_result(
         "goals": [asdict(goal) for goal in all_goals(measured, loops=sweep.loops)],
         "chains": [asdict(report) for report in found.chains],
         "exit_gate": None if found.exits is None else _exits(found.exits),
+        "depths": {arm.drafter: arm.depth for arm in sweep.arms.values()},
         "generation": [asdict(report) for report in found.texts],
         "costs": {m.spot.prefix: _costs(m) for m in measured},
         "rounds": {

@@ -1,9 +1,9 @@
-"""What a run computed, kept: states after every loop, target logits, and where keys and values went.
+"""What a run computed, kept: states after loops, target logits, and where keys and values went.
 
 Shapes: M rows, D hidden, V vocabulary, P planes, L loops, T positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,19 +19,63 @@ Place = tuple[int, int]
 """Row of the page table, position."""
 
 
-class RecordingDecoder(CountingDecoder):
-    """A ``Decoder`` that counts its work as its parent does, and keeps what came of it.
+class Kept:
+    """What is known of every place. Of what is computed again the last stands: it is what later rows read."""
 
-    Where a place is computed again, what came last stands: that is what later rows read.
-    """
+    def __init__(self) -> None:
+        self.storages: list[KVStorage] = []
+        self._states: dict[tuple[int, int, int], Tensor] = {}
+        self._tokens: dict[Place, int] = {}
+        self._pages: dict[Place, int] = {}
+
+    def keep_states(self, places: Iterable[Place], loops: Iterable[int], states_MD: Tensor) -> None:
+        """Take copies of states, each after its loop."""
+        kept_MD = states_MD.clone()  # a decoder's own buffer, good until its next forward
+        for (slot, position), loop, state_D in zip(places, loops, kept_MD, strict=True):
+            self._states[slot, position, loop] = state_D
+
+    def keep_token(self, place: Place, token: int, page: int) -> None:
+        """Take what was fed at a place, and the page its keys and values went to."""
+        self._tokens[place], self._pages[place] = token, page
+
+    def slot_of(self, tokens: Sequence[int]) -> int:
+        """Return the row of the page table under which these tokens were fed. Raises ``LookupError``."""
+        for slot in sorted({slot for slot, _ in self._tokens}):
+            if all(self._tokens.get((slot, p)) == token for p, token in enumerate(tokens)):
+                return slot
+        raise LookupError(f"the chain of {len(tokens)} tokens was never computed whole")
+
+    def states(self, slot: int) -> Mapping[tuple[int, int], Tensor]:
+        """Return the states (D,) of a sequence that were to be seen, by loop and position."""
+        return {(loop, p): state for (at, p, loop), state in self._states.items() if at == slot}
+
+    def keys_and_values(self, slot: int, count: int) -> Tensor:
+        """Return what the pages of a sequence's first ``count`` positions hold: (P, 2, numbers)."""
+        return plane_pages(self.storages[-1], self._pages_of(slot, count))
+
+    def end(self, slot: int, count: int) -> None:
+        """Forget a sequence that has ended and zero its pages: none of it is to stand in another's."""
+        storage, pages = self.storages[-1], self._pages_of(slot, count)
+        if isinstance(storage, CompiledKV):
+            storage.data[:, pages] = 0
+        elif isinstance(storage, TorchKV):
+            for store in (storage.keys, storage.values):
+                for page in pages:
+                    store[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = 0
+        self._states = {at: state for at, state in self._states.items() if at[0] != slot}
+        self._tokens = {at: token for at, token in self._tokens.items() if at[0] != slot}
+
+    def _pages_of(self, slot: int, count: int) -> list[int]:
+        return [self._pages[slot, p] for p in range(0, count, PAGE_TOKENS)]
+
+
+class RecordingDecoder(CountingDecoder):
+    """A ``Decoder`` that counts its work as its parent does, and keeps what came of it, pass by pass."""
 
     def __init__(self, inner: Decoder) -> None:
         super().__init__(inner)
-        self._states: dict[tuple[int, int, int], Tensor] = {}
+        self.kept = Kept()
         self._logits: dict[Place, Tensor] = {}
-        self._tokens: dict[Place, int] = {}
-        self._pages: dict[Place, int] = {}
-        self._storages: list[KVStorage] = []
 
     @property
     def weight_bytes(self) -> int:
@@ -45,8 +89,8 @@ class RecordingDecoder(CountingDecoder):
 
     def new_storage(self, pages: int) -> KVStorage:
         """Return the recorded decoder's own, and remember it."""
-        self._storages.append(super().new_storage(pages))
-        return self._storages[-1]
+        self.kept.storages.append(super().new_storage(pages))
+        return self.kept.storages[-1]
 
     def forward(
         self,
@@ -79,59 +123,26 @@ class RecordingDecoder(CountingDecoder):
         return result
 
     def _keep(self, batch: RowBatch, loops: Sequence[int], hidden_MD: Tensor) -> None:
-        kept_MD = hidden_MD.clone()  # a decoder's own buffer, good until its next forward
-        tokens, table = batch.token_ids_M.tolist(), batch.page_table_SP
-        for row, (slot, position) in enumerate(_places(batch)):
-            self._states[slot, position, loops[row]] = kept_MD[row]
+        places, tokens, table = places_of(batch), batch.token_ids_M.tolist(), batch.page_table_SP
+        self.kept.keep_states(places, loops, hidden_MD)
+        for row, (slot, position) in enumerate(places):
             if loops[row] == 0:
-                self._tokens[slot, position] = tokens[row]
-                self._pages[slot, position] = int(table[slot, position // PAGE_TOKENS])
+                page = int(table[slot, position // PAGE_TOKENS])
+                self.kept.keep_token((slot, position), tokens[row], page)
 
     def _keep_logits(self, batch: RowBatch, heads: Sequence[int], logits_RV: Tensor) -> None:
-        kept_RV, places = logits_RV.clone(), _places(batch)
+        kept_RV, places = logits_RV.clone(), places_of(batch)
         rows = batch.head_rows_R.tolist()
         for head in heads:
             self._logits[places[rows[head]]] = kept_RV[head]
 
-    # ---- what was kept ------------------------------------------------------------------------------
-
-    def slot_of(self, tokens: Sequence[int]) -> int:
-        """Return the row of the page table under which these tokens were fed. Raises ``LookupError``."""
-        for slot in sorted({slot for slot, _ in self._tokens}):
-            if all(self._tokens.get((slot, p)) == token for p, token in enumerate(tokens)):
-                return slot
-        raise LookupError(f"the chain of {len(tokens)} tokens was never computed whole")
-
-    def states(self, slot: int, count: int) -> Tensor:
-        """Return the states (L, T, D) of a sequence's first ``count`` positions after every loop."""
-        loops = range(self.spec.loops)
-        return torch.stack(
-            [torch.stack([self._states[slot, p, loop] for p in range(count)]) for loop in loops]
-        )
-
     def logits(self, slot: int, positions: range) -> Tensor:
-        """Return the target's logits (T, V) after these positions."""
+        """Return the target's logits (T, V) after these positions. Raises ``LookupError``."""
         return torch.stack([self._logits[slot, p] for p in positions])
 
-    def keys_and_values(self, slot: int, count: int) -> Tensor:
-        """Return what the pages of a sequence's first ``count`` positions hold: (P, 2, numbers)."""
-        return plane_pages(self._storages[-1], self._pages_of(slot, count))
 
-    def wipe(self, slot: int, count: int) -> None:
-        """Zero the pages of a sequence that has ended: none of it is to stand in another's last page."""
-        storage, pages = self._storages[-1], self._pages_of(slot, count)
-        if isinstance(storage, CompiledKV):
-            storage.data[:, pages] = 0
-        elif isinstance(storage, TorchKV):
-            for store in (storage.keys, storage.values):
-                for page in pages:
-                    store[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = 0
-
-    def _pages_of(self, slot: int, count: int) -> list[int]:
-        return [self._pages[slot, p] for p in range(0, count, PAGE_TOKENS)]
-
-
-def _places(batch: RowBatch) -> list[Place]:
+def places_of(batch: RowBatch) -> list[Place]:
+    """Return where the rows of a batch stand."""
     return list(zip(batch.table_M.tolist(), batch.positions_M.tolist(), strict=True))
 
 

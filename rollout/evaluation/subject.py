@@ -1,7 +1,7 @@
 """What an evaluation is about: the policy, its engines, its drafters and how long each may draft."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,12 +12,13 @@ from drafters.wavefront import WAVEFRONT
 from rollout.bench.arms import EngineArms
 from rollout.bench.grids import open_arms, resolved_engine
 from rollout.config import EngineConfig
-from rollout.engine.native.build import LiveWeights, live_weights, weights_dtype
+from rollout.engine.native.build import LiveWeights, engine_of, live_weights, weights_dtype
+from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.errors import ConfigError
 from rollout.evaluation.questions import prompts_of
 from rollout.evaluation.spread import Limits, limits_of
-from rollout.evaluation.sweep import draft_lengths
+from rollout.evaluation.ways import DraftWay, ways_of
 from rollout.job_config import EvaluateConfig, JobConfig
 from rollout.policy.source import Policy, load_policy
 
@@ -39,8 +40,8 @@ class Subject:
     weights: LiveWeights
     arms: EngineArms
     prompts: tuple[tuple[int, ...], ...]
-    gammas_of: Mapping[str, tuple[int, ...]]
-    """By drafter."""
+    ways: tuple[DraftWay, ...]
+    """Of every drafter, at the depth that is set and, in lanes, at the least as well."""
 
     limits: Limits
 
@@ -50,9 +51,43 @@ class Subject:
         return self.policy.spec.loops
 
     @property
-    def looped_drafters(self) -> list[str]:
-        """Those that reuse what they compute."""
-        return [name for name in self.gammas_of if name in LOOPED_ONLY]
+    def reusing(self) -> list[DraftWay]:
+        """Ways in which drafts reuse what they compute."""
+        return [way for way in self.ways if way.drafter in LOOPED_ONLY]
+
+    @property
+    def ways_set(self) -> list[DraftWay]:
+        """Those of the settings: one for each drafter."""
+        return [way for way in self.ways if self.is_set(way)]
+
+    def is_set(self, way: DraftWay) -> bool:
+        """Whether the engines of ``arms`` draft this way."""
+        return way.config(self.drafter_config) == self.drafter_config
+
+    @property
+    def gammas_of(self) -> Mapping[str, tuple[int, ...]]:
+        """By drafter, at the depth that is set."""
+        return {way.drafter: way.gammas for way in self.ways_set}
+
+    @contextmanager
+    def engine_for(self, way: DraftWay) -> Iterator[NativeEngine]:
+        """Yield an idle engine that drafts this way: one of its own where the depth is not the one set."""
+        if self.is_set(way):
+            yield self.arms.engine
+            return
+        config = replace(way.config(self.drafter_config), names=(way.drafter,))
+        engine = engine_of(
+            self.policy,
+            self.engine_config,
+            config,
+            version=self.arms.engine.policy_version,
+            host="evaluate",
+            weights=self.weights,
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
 
     def settings(self, job: JobConfig) -> JobConfig:
         """Return the job as it was resolved, for the record."""
@@ -75,7 +110,6 @@ def open_subject(job: JobConfig, config: EvaluateConfig) -> Subject:
     drafter_config = replace(job.drafter, names=names)
     weights = live_weights(policy, engine_config)
     arms = open_arms(policy, engine_config, drafter_config, version=job.policy.version, weights=weights)
-    lanes = math.ceil(policy.spec.loops / drafter_config.wavefront_depth)
     return Subject(
         policy=policy,
         engine_config=engine_config,
@@ -83,10 +117,13 @@ def open_subject(job: JobConfig, config: EvaluateConfig) -> Subject:
         weights=weights,
         arms=arms,
         prompts=prompts,
-        gammas_of={
-            name: draft_lengths(name, config.gammas, traits=arms.engine.traits, most_lanes=lanes)
-            for name in names
-        },
+        ways=ways_of(
+            names,
+            config.gammas,
+            config=drafter_config,
+            traits=arms.engine.traits,
+            loops=policy.spec.loops,
+        ),
         limits=limits_of("exact" if weights.exact else "fast", engine_config.dtype),
     )
 

@@ -20,6 +20,9 @@ class Arm:
     """One arm of the sweep."""
 
     drafter: str
+    depth: int
+    """Loops after which drafts are read out; 0 for those that are no readout of the policy."""
+
     gamma: int
 
 

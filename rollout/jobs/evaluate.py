@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controller.types import AR
 from rollout.bench.arms import TextDiffersError
 from rollout.bench.book import Book
 from rollout.bench.bound import Peaks
@@ -21,10 +20,9 @@ from rollout.bench.result import Json
 from rollout.bench.result import table as speed_table
 from rollout.bench.schedule import measure
 from rollout.draft_lengths import gammas_to_try
-from rollout.evaluation.chains import Chain, SerialReference, reuse_report
-from rollout.evaluation.generation import free_report, plain_texts
 from rollout.evaluation.laws import law_findings
 from rollout.evaluation.page import evaluation_page
+from rollout.evaluation.parts import chain_findings, text_findings
 from rollout.evaluation.questions import select_questions
 from rollout.evaluation.record import Found, evaluation_result
 from rollout.evaluation.subject import Subject, open_subject
@@ -33,21 +31,13 @@ from rollout.evaluation.swept import Arm, Sweep, SweptSpot
 from rollout.job_config import EvaluateConfig, JobConfig
 from rollout.output_files import check_apart, output_path, write_result
 from rollout.progress import Progress, say
-from rollout.proof.budget import PricedArm, affordable_tokens
 from rollout.proof.finding import Finding
-from rollout.proof.requests import mixed_requests
-from rollout.proof.steering import Steering, drive
-from rollout.testing_native import ar_plan
-from rollout.types import Request, SamplingParams
 
 EQUAL, DIFFERENT = 0, 1
 
 USUAL_GAMMAS = (1, 2, 4, 8)
 LONG_GAMMAS = (12, 16)
 """Tried as well where ``drafter.max_gamma`` allows."""
-
-TEXTS_SHARE = 1 / 3
-"""Of the time allowed, what free texts may take at most."""
 
 
 def main(job: JobConfig) -> int:
@@ -164,106 +154,19 @@ class _Evaluation:
     # ---- the parts --------------------------------------------------------------------------------
 
     def chains(self) -> Iterator[Finding]:
-        """Compare what reused drafts leave with a serial forward of full depth, number by number."""
-        subject = self.subject
-        if not subject.looped_drafters:
-            say("chains: not run, for no drafter evaluated here leaves verification anything to go on from")
-            return
-        self.note("the serial forward")
-        decoder = subject.weights.decoder
-        given = self._forced_chains()
-        if isinstance(given, str):
-            yield Finding(part="chains", name="plain, the chains themselves", passed=False, detail=given)
-            return
-        reference = SerialReference(decoder, given)
-        self.found.exits = reference.exits()
-        if self.found.exits is not None:
-            say(self.found.exits.line())
-        for drafter in subject.looped_drafters:
-            for gamma in subject.gammas_of[drafter]:
-                self.note(f"{drafter}, K {gamma}")
-                name = f"{drafter}, K {gamma}"
-                try:
-                    report = reuse_report(decoder, reference, subject.drafter_config, drafter, gamma)
-                except LookupError as error:
-                    yield Finding(part="chains", name=name, passed=False, detail=str(error))
-                    continue
-                self.found.chains.append(report)
-                problem = report.problem(subject.limits)
-                yield Finding(
-                    part="chains",
-                    name=name,
-                    passed=not problem,
-                    detail=problem or report.line(),
-                    compared=report.positions,
-                )
-
-    def _forced_chains(self) -> list[Chain] | str:
-        """Return prompts with plain decoding's own texts, or why one of them has none."""
-        engine, count = self.subject.arms.engine, self.settings.chains
-        engine.use_drafters(())
-        params = SamplingParams(max_tokens=self.settings.chain_tokens, ignore_eos=True)
-        prompts = [self.subject.prompts[i % len(self.subject.prompts)] for i in range(count)]
-        requests = [
-            Request(
-                prompt_uid=f"chain{i}", sample_index=0, prompt_ids=ids, params=params, seed=self.job.seed + i
-            )
-            for i, ids in enumerate(prompts)
-        ]
-        batch = engine.traits.max_batch
-        done = drive(engine, requests, Steering(plan=ar_plan), batch=batch).completions
-        failed = [c.error for c in done.values() if c.error is not None]
-        if failed:
-            return failed[0]
-        return [
-            Chain(tokens=(*r.prompt_ids, *done[r.key].token_ids), prompt_tokens=len(r.prompt_ids))
-            for r in requests
-        ]
+        """Compare what reused drafts leave with a serial forward of full depth."""
+        yield from chain_findings(self.subject, self.settings, self.found, seed=self.job.seed, note=self.note)
 
     def generation(self) -> Iterator[Finding]:
-        """Compare free texts of every drafter and gamma with plain decoding's."""
-        subject, settings, engine = self.subject, self.settings, self.subject.arms.engine
-        batch = max(settings.concurrencies)
-        arms = [(name, gamma) for name, gammas in subject.gammas_of.items() for gamma in gammas]
-        engine.use_drafters(subject.drafter_config.names)
-        self.note("timing forwards")
-        tokens = affordable_tokens(
-            engine,
-            [PricedArm(batch=1, drafter=AR, gamma=0)]
-            + [PricedArm(batch=batch, drafter=name, gamma=gamma) for name, gamma in arms],
-            requests=settings.texts,
-            within_s=TEXTS_SHARE * self.left_s,
-            most=settings.max_tokens,
-        )
-        requests = mixed_requests(
-            subject.policy,
-            count=settings.texts,
-            max_tokens=tokens,
+        """Compare free texts with plain decoding's."""
+        yield from text_findings(
+            self.subject,
+            self.settings,
+            self.found,
             seed=self.job.seed,
-            prompts=subject.prompts,
+            left_s=self.left_s,
+            note=self.note,
         )
-        self.note("plain, each request alone")
-        plain = plain_texts(engine, requests)
-        committed = sum(len(c.tokens) for c in plain.texts.values())
-        yield Finding(
-            part="generation",
-            name="plain, each request alone: the reference",
-            passed=not plain.problem,
-            detail=plain.problem or f"{committed} tokens in {len(requests)} texts",
-            compared=len(requests),
-        )
-        for name, gamma in arms:
-            self.note(f"{name}, K {gamma}")
-            report = free_report(engine, plain, name, gamma, batch=batch, limits=subject.limits)
-            self.found.texts.append(report)
-            yield Finding(
-                part="generation",
-                name=f"{name}, K {gamma}, batch {batch}",
-                passed=report.passed,
-                detail=report.line(),
-                compared=report.texts,
-                difference=None if report.first is None else report.first.difference,
-            )
 
     def laws(self) -> Iterator[Finding]:
         """Sample short texts of small vocabularies; enumerate what can be."""
@@ -313,9 +216,9 @@ class _Evaluation:
         """Choose what is asked, and what fits the time left."""
         subject, settings, engine = self.subject, self.settings, self.subject.arms.engine
         arms = {
-            arm_name(drafter, gamma): Arm(drafter=drafter, gamma=gamma)
-            for drafter, gammas in subject.gammas_of.items()
-            for gamma in gammas
+            arm_name(way.drafter, gamma): Arm(drafter=way.drafter, depth=way.depth, gamma=gamma)
+            for way in subject.ways_set
+            for gamma in way.gammas
         }
         lane_depth = subject.drafter_config.wavefront_depth
         context = sum(map(len, subject.prompts)) // len(subject.prompts) + max(settings.lengths) // 2

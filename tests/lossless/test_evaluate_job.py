@@ -1,9 +1,11 @@
 """``taildraft evaluate``: what it writes about tiny policies, and that a wrong engine turns its verdict."""
 
+import ctypes
 import json
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,18 @@ from typing import Any
 import pytest
 
 from controller.types import AR
+from drafters.config import DrafterConfig
 from rollout.cli import MISUSED
 from rollout.cli import main as cli
 from rollout.config import EngineConfig, PolicyConfig
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.lanes.wavefront import Wavefront
+from rollout.engine.native.rows import RowBatch
 from rollout.evaluation.generation import free_report, plain_texts, replayed_choice
 from rollout.evaluation.questions import PROMPTS_FILE, select_questions
 from rollout.evaluation.spread import EXACT, Limits
+from rollout.evaluation.ways import DraftWay
 from rollout.job_config import EvaluateConfig, EvaluationPart, JobConfig
 from rollout.jobs import evaluate
 from rollout.proof import faults
@@ -28,6 +35,7 @@ from rollout.types import SamplingParams
 
 pytestmark = pytest.mark.lossless
 
+SHALLOW = DraftWay(drafter="shallow_loop_1", depth=1, gammas=(4,))
 SMALL = {
     "cut": True,
     "gammas": (1, 4),
@@ -88,23 +96,35 @@ def test_the_verdict_is_that_of_every_part(written: tuple[Any, str]) -> None:
 
 def test_reused_drafts_leave_the_bits_of_a_serial_forward_by_loop_and_plane(written: tuple[Any, str]) -> None:
     data, _ = written
-    assert {(r["drafter"], r["gamma"]) for r in data["chains"]} == {
-        ("shallow_loop_1", 1),
-        ("shallow_loop_1", 4),
-        ("shallow_loop_3", 1),
-        ("shallow_loop_3", 4),
-        ("wavefront", 1),
-        ("wavefront", 3),
-    }
+    assert [(r["drafter"], r["depth"], r["gamma"], r["path"]) for r in data["chains"]] == [
+        (drafter, depth, gamma, path)
+        for drafter, depth, gammas in (
+            ("shallow_loop_1", 1, (1, 4)),
+            ("shallow_loop_3", 3, (1, 4)),
+            ("wavefront", 1, (1, 3)),
+        )
+        for gamma in gammas
+        for path in ("compiled calls", "pass by pass")
+    ]
     for report in data["chains"]:
-        assert [s["largest"] for s in report["states"]] == [0.0] * 4
+        seen = report["states_seen"]
+        assert [s and s["largest"] for s in report["states"]] == [0.0 if n else None for n in seen]
+        every = report["positions"]
+        if report["path"] == "pass by pass":
+            assert seen == [every] * 4
+        elif report["drafter"] == "wavefront":
+            assert 0 < seen[-1] < every, "where lanes end; those that stand between rounds come and go"
+        else:
+            assert [loop for loop, n in enumerate(seen, 1) if n] == [report["depth"], 4]
+            assert seen[report["depth"] - 1] >= report["drafts_kept"]
         assert {(p["loop"], p["layer"]) for p in report["planes"]} == {
             (t, i) for t in range(4) for i in range(2)
         }
         assert all(p[side]["largest"] == 0.0 for p in report["planes"] for side in ("keys", "values"))
         assert report["logits"]["largest"] == report["argmax_mismatches"] == 0
         assert report["drafts_kept"] > 0
-        assert report["most_often"] == 1
+        assert report["rows_by_loop"] == [every] * 4
+        assert report["most_often"] == (1 if report["path"] == "pass by pass" else None)
 
 
 def test_what_the_exit_gate_says_is_told(written: tuple[Any, str]) -> None:
@@ -183,7 +203,108 @@ def test_the_page_is_self_contained_and_names_every_arm(written: tuple[Any, str]
     assert "Equal: " in page
 
 
+def test_lanes_are_tested_at_the_depth_that_is_set_and_at_the_least(looped: Path, tmp_path: Path) -> None:
+    job = job_of(looped, tmp_path, parts=("chains", "generation", "sweep"), drafters=("wavefront",))
+    assert evaluate.main(replace(job, drafter=DrafterConfig(wavefront_depth=2))) == 0
+    data, page = result_of(tmp_path), (tmp_path / "evaluate.html").read_text()
+    lengths = [(2, 1), (1, 1), (1, 3)]  # two lanes at depth 2, four at depth 1
+    assert [(r["depth"], r["gamma"]) for r in data["generation"]] == lengths
+    assert [(r["depth"], r["gamma"]) for r in data["chains"][::2]] == lengths
+    assert all(r["accepted"] > 0 for r in data["generation"])
+    assert data["depths"] == {"wavefront": 2}
+    assert {law["depth"] for costs in data["costs"].values() for law in costs["lanes"]} == {2}
+    assert "wavefront (depth 2)" in page
+    names = [f["name"] for f in data["findings"]]
+    assert "wavefront at depth 1, K 3, compiled calls" in names
+    assert "wavefront at depth 2, K 1, batch 2" in names
+
+
 # ---- a wrong engine -------------------------------------------------------------------------------
+
+
+@contextmanager
+def states_not_used() -> Iterator[None]:
+    """Let the call that serves compute every row from its token, whatever drafts have left: the same bits."""
+
+    def wrong(run_choosing: Any) -> Any:
+        def running(self: CompiledDecoder, call: Any, *args: Any) -> Any:
+            call.depths = None
+            return run_choosing(self, call, *args)
+
+        return running
+
+    with faults.swapped(CompiledDecoder, "run_choosing", wrong):
+        yield
+
+
+@contextmanager
+def states_turned_in_calls() -> Iterator[None]:
+    """Let the call that serves read the states of other rows: Python, pass by pass, has them right."""
+
+    def wrong(run_choosing: Any) -> Any:
+        def running(self: CompiledDecoder, call: Any, batch: RowBatch, *args: Any) -> Any:
+            if call.depths:
+                numbers = (ctypes.c_int32 * batch.rows).from_address(call.numbers)
+                numbers[:] = numbers[::-1]
+            return run_choosing(self, call, batch, *args)
+
+        return running
+
+    with faults.swapped(CompiledDecoder, "run_choosing", wrong):
+        yield
+
+
+@contextmanager
+def lanes_dropped() -> Iterator[None]:
+    """Begin all lanes again in every round."""
+
+    def wrong(run: Any) -> Any:
+        def running(self: Wavefront, *args: Any, **named: Any) -> Any:
+            self.clear()
+            return run(self, *args, **named)
+
+        return running
+
+    with faults.swapped(Wavefront, "run", wrong):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("drafter", "plant", "said", "paths"),
+    [
+        (
+            "shallow_loop_1",
+            states_not_used,
+            r"loop 1 was run for \d+ rows of \d+ positions",
+            {"compiled calls"},
+        ),
+        ("shallow_loop_1", states_turned_in_calls, "differ", {"compiled calls"}),
+        (
+            "wavefront",
+            lanes_dropped,
+            r"loop 1 was run for \d+|computed 4 times",
+            {"compiled calls", "pass by pass"},
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_chains_find_what_is_wrong_in_the_calls_that_serve(
+    drafter: str,
+    plant: Callable[[], AbstractContextManager[None]],
+    said: str,
+    paths: set[str],
+    looped: Path,
+    tmp_path: Path,
+) -> None:
+    """Also what is right pass by pass, and what changes not one bit of any text."""
+    job = job_of(looped, tmp_path, parts=("chains",), drafters=(drafter,), gammas=(4,))
+    with plant():
+        assert evaluate.main(replace(job, drafter=DrafterConfig(wavefront_passes=1))) == 1
+    findings = result_of(tmp_path)["findings"]
+    failed = [f for f in findings if not f["passed"]]
+    assert {f["name"].split(", ")[-1] for f in failed} == paths
+    assert all(re.search(said, f["detail"]) for f in failed)
+
 
 WRONG: list[tuple[str, Callable[[], AbstractContextManager[None]], str]] = [
     ("chains", faults.states_of_another_row, "differ"),
@@ -262,12 +383,12 @@ def test_a_divergence_tells_where_by_how_much_and_what_a_replay_says(tiny: Nativ
     requests = requests_for(vocab=48, prompts=4, params=(SamplingParams(max_tokens=16, ignore_eos=True),))
     plain = plain_texts(tiny, requests)
     with faults.coupled_bonus_after_rejection():
-        wrong = free_report(tiny, plain, "shallow_loop_1", 4, batch=4, limits=EXACT)
+        wrong = free_report(tiny, plain, SHALLOW, 4, batch=4, limits=EXACT)
     assert not wrong.passed
     assert wrong.first is not None
     assert wrong.first.agrees_with == "plain"
     assert wrong.first.difference.margin is not None
-    right = free_report(tiny, plain, "shallow_loop_1", 4, batch=4, limits=EXACT)
+    right = free_report(tiny, plain, SHALLOW, 4, batch=4, limits=EXACT)
     assert (right.passed, right.identical, right.first) == (True, 4, None)
 
 
@@ -279,7 +400,7 @@ def test_where_bits_may_move_a_choice_that_led_by_little_is_tolerated_and_any_ot
     with faults.coupled_bonus_after_rejection():
         reports = {
             margin: free_report(
-                tiny, plain, "shallow_loop_1", 4, batch=4, limits=Limits(states=1, logits=1, margin=margin)
+                tiny, plain, SHALLOW, 4, batch=4, limits=Limits(states=1, logits=1, margin=margin)
             )
             for margin in (1e-12, 1e9)
         }

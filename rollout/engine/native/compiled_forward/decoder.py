@@ -183,6 +183,11 @@ class CompiledDecoder:
         other._attach()
         return other
 
+    def _share(self, other: "CompiledDecoder") -> None:
+        """Begin with another's weights and threads: for kinds of decoder that are made of one."""
+        self.__dict__.update(other.__dict__)
+        self._attach()
+
     def forward(
         self,
         batch: RowBatch,
