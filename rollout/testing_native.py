@@ -38,12 +38,14 @@ def tiny_engine(
     device: str = "cpu",
     exact: bool = True,
     decoder: Decoder | None = None,
+    chooser: Chooser | None = None,
 ) -> NativeEngine:
     """Return a native engine: float64 torch by default, the compiled kernels when asked.
 
-    ``device`` and ``exact`` are for torch. A ``decoder`` of the same kind that is given holds the policy.
+    ``device`` and ``exact`` are for torch. A ``decoder`` of the same kind that is given holds the policy, and
+    a ``chooser`` takes the place of the usual one.
     """
-    chooser: Chooser = CompiledChooser(threads=threads) if compiled else TorchChooser()
+    chooser = chooser or tiny_chooser(compiled=compiled, threads=threads)
     if decoder is None:
         decoder = tiny_decoder(
             policy, compiled=compiled, dtype=dtype, threads=threads, device=device, exact=exact
@@ -60,6 +62,11 @@ def tiny_engine(
         policy_version=version,
         weights_checksum="tiny",
     )
+
+
+def tiny_chooser(*, compiled: bool, threads: int = 1) -> Chooser:
+    """Return what chooses in ``tiny_engine``."""
+    return CompiledChooser(threads=threads) if compiled else TorchChooser()
 
 
 def tiny_decoder(

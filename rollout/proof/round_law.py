@@ -65,11 +65,13 @@ class RoundCase:
     gamma: int
     vocab_size: int
     params: SamplingParams
-    drafts: Literal["sampled", "certain", "w4", "shallow_loop_1"] = "sampled"
+    drafts: Literal["sampled", "certain", "w4", "shallow_loop_1", "shallow_loop_2"] = "sampled"
     """``sampled``: from known rows; ``certain``: without rows; else a drafter made of the policy itself."""
 
     decoder: Literal["table", "torch", "looped"] = "table"
-    """``torch``: a real policy in float64; ``looped``: one that runs its block twice."""
+    """``torch``: a real policy in float64; ``looped``: one that runs its block ``loops`` times."""
+
+    loops: int = 2
 
     lives: int = 0
     """0: one round, continued as AR would; otherwise rounds until so many tokens are there."""
@@ -296,7 +298,7 @@ def _policy(case: RoundCase) -> tuple[Decoder, LogitsOf]:
         table = TinyModel(vocab_size=case.vocab_size, seed=2 * case.seed + 1)
         return TableDecoder(table.logits, vocab_size=case.vocab_size), table.logits
     if case.decoder == "looped":
-        policy = tiny_looped_policy(case.seed, case.vocab_size, loops=2, layers=1)
+        policy = tiny_looped_policy(case.seed, case.vocab_size, loops=case.loops, layers=1)
     else:
         policy = tiny_policy(case.seed, vocab=case.vocab_size, layers=1)
 
@@ -354,6 +356,12 @@ def _drafter(case: RoundCase, branch: _Branch) -> Drafter:
     return ScriptedDrafter(sampled, probs=rows)
 
 
+_SHALLOW: tuple[tuple[str, Literal["shallow_loop_1", "shallow_loop_2"], int], ...] = (
+    ("its own first loop", "shallow_loop_1", 2),
+    ("its first two of three loops", "shallow_loop_2", 3),
+)
+"""Name, drafter, and the loops of the policy: drafts have had one or two, and one is left to verify with."""
+
 VOCAB_OF_GAMMA = {1: 5, 2: 4, 3: 3, 4: 3}
 """As large as a few hundred to a few thousand branches allow."""
 
@@ -402,17 +410,19 @@ def _lives(rule: Literal["token", "block"]) -> Iterator[tuple[str, RoundCase]]:
             seed=302,
         ),
     )
-    for gamma, lives in ((1, 2), (2, 0)):
-        yield (
-            f"float64 looped policy, its own first loop, gamma {gamma}",
-            RoundCase(
-                rule=rule,
-                gamma=gamma,
-                vocab_size=3,
-                params=CASES["cold"],
-                drafts="shallow_loop_1",
-                decoder="looped",
-                lives=lives,
-                seed=303,
-            ),
-        )
+    for name, drafts, loops in _SHALLOW:
+        for gamma, lives in ((1, 2), (2, 0)):
+            yield (
+                f"float64 looped policy, {name}, gamma {gamma}",
+                RoundCase(
+                    rule=rule,
+                    gamma=gamma,
+                    vocab_size=3,
+                    params=CASES["cold"],
+                    drafts=drafts,
+                    decoder="looped",
+                    loops=loops,
+                    lives=lives,
+                    seed=303,
+                ),
+            )

@@ -5,7 +5,7 @@ for the next round and their states. Wrong proposals, and none, are planted behi
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from controller.types import RoundFacts
 from drafters.config import DrafterConfig
 from drafters.registry import build
 from rollout.config import EngineConfig
-from rollout.engine.chooser_call import CallStruct, PortStruct
+from rollout.engine.chooser_call import CallStruct
 from rollout.engine.native.engine import NativeEngine
 from rollout.errors import NumericError
 from rollout.testing import TinyPolicy, tiny_looped_policy
+from rollout.testing_forced import Alter, AlteredPort, cell_of, is_proposal
 from rollout.testing_native import Planner, ar_plan, fixed_plan, requests_for, run_engine, texts, tiny_engine
 from rollout.types import Request, SamplingParams
 
@@ -37,9 +38,6 @@ PARAMS = (
 """No edits, so that every sequence can run in the compiled call; ends of every kind."""
 
 ENDLESS = SamplingParams(max_tokens=18, ignore_eos=True)
-
-Alter = Callable[[CallStruct, int], None]
-"""Changes what was chosen in a row of a call."""
 
 
 def engine_of(
@@ -133,30 +131,13 @@ def test_sequences_with_edited_logits_run_beside_in_passes_of_their_own() -> Non
 # ---- what a readout may say
 
 
-def altered_port(engine: NativeEngine, alter: Alter) -> object:
+def altered_port(engine: NativeEngine, alter: Alter) -> AlteredPort:
     """Put ``alter`` behind the chooser that compiled passes call; keep what is returned while they do."""
     lanes = engine._wavefront._compiled
     assert lanes is not None
-    port, prototype = lanes._port, ctypes.CFUNCTYPE(None, ctypes.POINTER(CallStruct), ctypes.c_void_p)
-    choose = prototype(port.choose)
-
-    def chosen(call: "ctypes._Pointer[CallStruct]", choosers: int) -> None:
-        choose(call, choosers)
-        for row in range(call.contents.rows):
-            alter(call.contents, row)
-
-    callback = prototype(chosen)
-    lanes._port = PortStruct(choose=ctypes.cast(callback, ctypes.c_void_p).value, choosers=port.choosers)
-    return callback
-
-
-def at(address: int, kind: type, row: int) -> "ctypes.Array[ctypes.c_int32]":
-    """Return an array of one that is row ``row`` of the array at ``address``."""
-    return (kind * 1).from_address(address + row * ctypes.sizeof(kind))  # type: ignore[operator,no-any-return]
-
-
-def is_proposal(call: CallStruct) -> bool:
-    return call.logprobs is None
+    altered = AlteredPort(lanes._port, alter)
+    lanes._port = altered.port
+    return altered
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -170,8 +151,8 @@ def test_a_wrong_proposal_at_any_position_is_replaced_by_the_token_of_plain_deco
             wrong = len(request.prompt_ids) + index
 
             def alter(call: CallStruct, row: int, wrong: int = wrong) -> None:
-                if is_proposal(call) and at(call.positions, ctypes.c_int64, row)[0] == wrong:
-                    token = at(call.tokens, ctypes.c_int32, row)
+                if is_proposal(call) and cell_of(call.positions, ctypes.c_int64, row)[0] == wrong:
+                    token = cell_of(call.tokens, ctypes.c_int32, row)
                     token[0] = (token[0] + 1) % 48
 
             engine = engine_of(policy, depth=depth)
@@ -189,7 +170,7 @@ def test_proposals_that_are_all_wrong_leave_plain_decoding() -> None:
 
     def alter(call: CallStruct, row: int) -> None:
         if is_proposal(call):
-            token = at(call.tokens, ctypes.c_int32, row)
+            token = cell_of(call.tokens, ctypes.c_int32, row)
             token[0] = (token[0] + 1) % 48
 
     engine = engine_of(policy)
@@ -204,7 +185,7 @@ def test_a_proposal_that_is_not_finite_costs_its_drafts_and_is_told() -> None:
 
     def alter(call: CallStruct, row: int) -> None:
         if is_proposal(call):
-            at(call.finite, ctypes.c_uint8, row)[0] = 0
+            cell_of(call.finite, ctypes.c_uint8, row)[0] = 0
 
     engine = engine_of(policy)
     kept = altered_port(engine, alter)
@@ -222,10 +203,10 @@ def test_a_choice_of_the_target_that_is_not_finite_fails_its_request_alone() -> 
     victim = requests[1]
 
     def alter(call: CallStruct, row: int) -> None:
-        seed = at(call.seeds, ctypes.c_uint64, row)[0]
-        late = at(call.positions, ctypes.c_int64, row)[0] >= len(victim.prompt_ids) + 7
+        seed = cell_of(call.seeds, ctypes.c_uint64, row)[0]
+        late = cell_of(call.positions, ctypes.c_int64, row)[0] >= len(victim.prompt_ids) + 7
         if not is_proposal(call) and seed == victim.seed and late:
-            at(call.finite, ctypes.c_uint8, row)[0] = 0
+            cell_of(call.finite, ctypes.c_uint8, row)[0] = 0
 
     engine = engine_of(policy)
     kept = altered_port(engine, alter)

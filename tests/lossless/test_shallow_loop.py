@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
-import torch
 from torch import Tensor
 
 from controller.types import AR, RoundFacts, RoundPlan
@@ -17,8 +16,6 @@ from drafters.registry import SHALLOW_LOOPS, build
 from drafters.types import Drafter, DraftError, DraftModel, DraftRequest, DraftStep, PolicyView, Proposal
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
-from rollout.engine.native.rows import PAGE_TOKENS
-from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.policy.weights import manifest
 from rollout.testing import TinyPolicy, tiny_looped_policy
 from rollout.testing_looped import CountingDecoder
@@ -34,6 +31,7 @@ from rollout.testing_native import (
     tiny_decoder,
     tiny_engine,
 )
+from rollout.testing_planes import planes_of, same_bits
 from rollout.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.lossless
@@ -120,6 +118,30 @@ def test_deeper_loops_draft_better(
     assert accepted[0] < accepted[-1]
 
 
+@pytest.mark.parametrize(("loops", "depth"), [(2, 1), (3, 1), (3, 2), (6, 1), (6, 3)])
+def test_a_policy_of_other_loops_gives_the_text_of_plain_decoding(loops: int, depth: int) -> None:
+    policy, name = tiny_looped_policy(seed=loops, loops=loops), f"shallow_loop_{depth}"
+    requests = requests_for(vocab=48, prompts=len(MIXED_PARAMS), params=MIXED_PARAMS, seed=depth)
+    done = run_engine(
+        engine_of(policy, drafters_of([name], True), compiled=True), requests, fixed_plan(name, 4)
+    )
+    assert texts(done) == plain(policy, requests, compiled=True)
+    assert any(t.origin == "accepted" for c in done.values() for t in c.tokens)
+
+
+@pytest.mark.parametrize("verify", ["block", "token"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_greedy_text_is_one_in_every_verification_mode(depth: int, verify: str) -> None:
+    """A law with one text in it; laws with several are enumerated in ``rollout/proof/round_law.py``."""
+    policy, name = tiny_looped_policy(seed=5, loops=LOOPS), f"shallow_loop_{depth}"
+    penalised = SamplingParams(max_tokens=14, temperature=0.0, repetition_penalty=1.3, ignore_eos=True)
+    requests = requests_for(vocab=48, prompts=5, params=[GREEDY, penalised], seed=depth)
+    engine = engine_of(policy, drafters_of([name], True), compiled=True, verify=verify)
+    done = run_engine(engine, requests, fixed_plan(name, 4))
+    assert texts(done) == plain(policy, requests, compiled=True)
+    assert {t.origin for c in done.values() for t in c.tokens} >= {"accepted", "corrected"}
+
+
 # ---- each (position, loop) once -----------------------------------------------------------------
 
 
@@ -157,11 +179,11 @@ def test_every_position_is_computed_once_at_every_loop(names: Sequence[str], com
 # ---- every rejection position -------------------------------------------------------------------
 
 
-class ForcedDrafter:
-    """Runs a shallow model's passes and drafts a known text instead of its choices, wrong at one index.
+class SwappingDrafter:
+    """Runs a shallow model's passes over a known text, and then drafts it with one token swapped.
 
-    With ``feed_wrong`` the passes after the wrong draft are fed it; without, they are fed the right token and
-    the draft is swapped at the end, so that later states are those of another text.
+    So what passes left behind from there on is of another text than what is verified. Passes that are fed
+    their own wrong drafts: ``test_looped_matrix.py``.
     """
 
     switch_tokens_per_sequence = 0
@@ -169,14 +191,11 @@ class ForcedDrafter:
     held_bytes = 0
     max_gamma = 8
 
-    def __init__(
-        self, depth: int, known: Mapping[str, Sequence[int]], *, wrong_at: int, feed_wrong: bool
-    ) -> None:
-        self.name = "forced"
+    def __init__(self, depth: int, known: Mapping[str, Sequence[int]], *, wrong_at: int) -> None:
+        self.name = "swapping"
         self.drafter_version = -1
         self.model: DraftModel | None = None
-        self._depth, self._known = depth, known
-        self._wrong_at, self._feed_wrong = wrong_at, feed_wrong
+        self._depth, self._known, self._wrong_at = depth, known, wrong_at
 
     def rebuild(self, view: PolicyView) -> None:
         self.model, self.drafter_version = view.shallow(self._depth), view.policy_version
@@ -184,13 +203,12 @@ class ForcedDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         assert self.model is not None
         right = [self._right(r) for r in requests]
-        wrong = [[t + (i == self._wrong_at) for i, t in enumerate(tokens)] for tokens in right]
-        fed = wrong if self._feed_wrong else right
-        gamma = max(len(tokens) for tokens in fed)
+        gamma = max(len(tokens) for tokens in right)
         for i in range(gamma):
-            live = [n for n, tokens in enumerate(fed) if len(tokens) > i]
-            self.model.step([requests[n] for n in live], [fed[n][:i] for n in live])
-        return Proposal(tokens=wrong, probs=None, passes=gamma, rows=gamma, context_tokens=0)
+            live = [n for n, tokens in enumerate(right) if len(tokens) > i]
+            self.model.step([requests[n] for n in live], [right[n][:i] for n in live])
+        drafts = [[t + (i == self._wrong_at) for i, t in enumerate(tokens)] for tokens in right]
+        return Proposal(tokens=drafts, probs=None, passes=gamma, rows=gamma, context_tokens=0)
 
     def _right(self, request: DraftRequest) -> list[int]:
         done = len(request.tokens) - request.prompt_tokens
@@ -206,15 +224,6 @@ class ForcedDrafter:
         pass
 
 
-def keys_and_values(engine: NativeEngine, positions: int) -> Tensor:
-    """Return the first positions of the only running sequence, on all planes."""
-    (sequence,) = engine._scheduler.running.values()
-    storage = engine._state.storage
-    assert isinstance(storage, TorchKV)
-    slots = [sequence.pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in range(positions)]
-    return torch.stack([storage.keys[:, slots], storage.values[:, slots]])
-
-
 def as_if_new(policy: TinyPolicy, request: Request, tokens: Sequence[int]) -> Tensor:
     """Return what a fresh engine holds that was given all but the last token as its prompt."""
     engine = engine_of(policy)
@@ -223,23 +232,23 @@ def as_if_new(policy: TinyPolicy, request: Request, tokens: Sequence[int]) -> Te
         Request(prompt_uid="new", sample_index=0, prompt_ids=tuple(tokens[:-1]), params=params, seed=0)
     )
     engine.run_round(ar_plan(engine.load()))
-    return keys_and_values(engine, len(tokens) - 1)
+    (sequence,) = engine._scheduler.running.values()
+    return planes_of(engine, sequence.key, len(tokens) - 1)
 
 
 GAMMA = 4
 
 
-@pytest.mark.parametrize("feed_wrong", [False, True], ids=["swapped after", "fed"])
 @pytest.mark.parametrize("rejected", range(GAMMA + 1))
 @pytest.mark.parametrize(("depth", "params"), [(1, SAMPLED), (2, GREEDY), (3, SAMPLED)])
-def test_after_every_rejection_position_all_planes_hold_what_a_fresh_engine_holds(
-    depth: int, params: SamplingParams, rejected: int, feed_wrong: bool
+def test_after_a_draft_swapped_at_any_position_all_planes_hold_what_a_fresh_engine_holds(
+    depth: int, params: SamplingParams, rejected: int
 ) -> None:
     policy = tiny_looped_policy(seed=depth, loops=LOOPS, layers=1)
     (request,) = requests_for(vocab=48, prompts=1, params=[params], seed=rejected, longest_prompt=20)
     whole = run_engine(engine_of(policy), [request], ar_plan)[request.key]
     known = {request.prompt_uid: whole.token_ids}
-    drafter = ForcedDrafter(depth, known, wrong_at=rejected, feed_wrong=feed_wrong)
+    drafter = SwappingDrafter(depth, known, wrong_at=rejected)
     engine = engine_of(policy, [drafter])
     engine.add(request)
     engine.run_round(ar_plan(engine.load()))
@@ -256,8 +265,8 @@ def test_after_every_rejection_position_all_planes_hold_what_a_fresh_engine_hold
         assert not engine._state.draft_states.any
         if engine.busy:
             assert sequence.frontier == before + told.accepted == len(sequence.tokens) - 1
-            held = keys_and_values(engine, sequence.frontier)
-            assert torch.equal(held, as_if_new(policy, request, sequence.tokens))
+            held = planes_of(engine, sequence.key, sequence.frontier)
+            assert same_bits(held, as_if_new(policy, request, sequence.tokens))
     assert texts({request.key: completions[0]}) == texts({request.key: whole})
 
 

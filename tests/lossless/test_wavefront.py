@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from controller.config import ControllerConfig
@@ -24,7 +23,6 @@ from rollout.engine.native.build import build_engine
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.lanes.chain import Chain, Lane
 from rollout.engine.native.rows import PAGE_TOKENS
-from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.engine.target import Choice
 from rollout.errors import ConfigError
 from rollout.policy.weights import manifest
@@ -42,6 +40,7 @@ from rollout.testing_native import (
     texts,
     tiny_engine,
 )
+from rollout.testing_planes import planes_of, same_bits
 from rollout.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.lossless
@@ -251,19 +250,6 @@ def test_sleep_in_mid_text_changes_nothing() -> None:
 # ---- the cache
 
 
-def kv_of(engine: NativeEngine, key: int, tokens: int) -> Tensor:
-    """Every plane's keys and values of a sequence's first ``tokens`` positions, bit for bit.
-
-    The compiled layout mixes the tokens of a page, so of that one whole pages are returned.
-    """
-    pages = engine._scheduler.running[key].pages
-    storage = engine._state.storage
-    if isinstance(storage, TorchKV):
-        slots = [pages[p // PAGE_TOKENS] * PAGE_TOKENS + p % PAGE_TOKENS for p in range(tokens)]
-        return torch.stack([storage.keys[:, slots], storage.values[:, slots]])
-    return storage.data[:, pages[: tokens // PAGE_TOKENS]].view(torch.int16)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("compiled", KINDS)
 def test_every_plane_holds_what_plain_decoding_writes_at_all_positions_but_the_last(compiled: bool) -> None:
     policy = tiny_looped_policy()
@@ -283,8 +269,8 @@ def test_every_plane_holds_what_plain_decoding_writes_at_all_positions_but_the_l
         assert frontiers == [end - 1 for end in ends]
         covered = min(frontiers)
         assert covered >= 40
-        found, wanted = (kv_of(e, key, covered) for e in engines)
-        assert torch.equal(found, wanted)
+        found, wanted = (planes_of(e, key, covered) for e in engines)
+        assert same_bits(found, wanted)
 
 
 # ---- what it costs
