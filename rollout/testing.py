@@ -82,6 +82,9 @@ LOOPED_SPECS: dict[str, ModelSpec] = {
 }
 """Looped families, which transformers does not compute."""
 
+KEPT_WIDTH = 256
+"""Random weights of policies up to so wide a hidden state are kept: many tests ask for the same few."""
+
 BRANCH_GAIN = 0.1
 """Gain of the norms before a residual add: a loop moves the state, but not to somewhere else, so a shallow
 loop is often and not always of the deepest one's opinion."""
@@ -130,12 +133,17 @@ def random_policy(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.
     tables = tables_of(
         default_inverse_frequencies(head_dim=spec.head_dim, theta=TINY_THETA), positions=spec.max_positions
     )
+    weights = (_kept_state if spec.hidden_size <= KEPT_WIDTH else _random_state)(spec, seed)
     # A copy each time: an update may write into what it was given.
-    state = {name: value.to(dtype, copy=True) for name, value in _random_state(spec, seed).items()}
+    state = {name: value.to(dtype, copy=True) for name, value in weights.items()}
     return TinyPolicy(spec=spec, cos_PH=tables.cos_PH, sin_PH=tables.sin_PH, state=state)
 
 
 @functools.cache
+def _kept_state(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+    return _random_state(spec, seed)
+
+
 def _random_state(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Return float64 weights. Gains keep every sublayer's output near the size of the residual stream."""
     generator = torch.Generator().manual_seed(seed)

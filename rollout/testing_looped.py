@@ -58,8 +58,10 @@ def dense_ouro(
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T
 
-    # Angles are float32 by definition of the model, whatever else is computed in.
-    frequencies_H = theta ** (-torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    # Angles are float32 by definition of the model, whatever else is computed in, and so is each step to
+    # them: a power and its reciprocal differ by a last bit from a negative power.
+    powers_H = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies_H = 1.0 / theta**powers_H
     angles_TH = torch.arange(length, dtype=torch.float32)[:, None] * frequencies_H
     cos_TH, sin_TH = angles_TH.cos().double(), angles_TH.sin().double()
 
