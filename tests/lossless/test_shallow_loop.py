@@ -180,10 +180,11 @@ def test_every_position_is_computed_once_at_every_loop(names: Sequence[str], com
 
 
 class SwappingDrafter:
-    """Runs a shallow model's passes over a known text, and then drafts it with one token swapped.
+    """Runs a shallow model's passes over a known text and drafts that text, one token swapped in either.
 
-    So what passes left behind from there on is of another text than what is verified. Passes that are fed
-    their own wrong drafts: ``test_looped_matrix.py``.
+    So what passes left behind from there on is of another text than what is verified. Where the passes had
+    the other token, the drafts are right and all of them are committed: states of the passes must not be.
+    Passes that are fed their own wrong drafts: ``test_looped_matrix.py``.
     """
 
     switch_tokens_per_sequence = 0
@@ -191,11 +192,14 @@ class SwappingDrafter:
     held_bytes = 0
     max_gamma = 8
 
-    def __init__(self, depth: int, known: Mapping[str, Sequence[int]], *, wrong_at: int) -> None:
+    def __init__(
+        self, depth: int, known: Mapping[str, Sequence[int]], *, swapped: str, swapped_at: int
+    ) -> None:
         self.name = "swapping"
         self.drafter_version = -1
         self.model: DraftModel | None = None
-        self._depth, self._known, self._wrong_at = depth, known, wrong_at
+        self._depth, self._known = depth, known
+        self._in_drafts, self._swapped_at = swapped == "drafts", swapped_at
 
     def rebuild(self, view: PolicyView) -> None:
         self.model, self.drafter_version = view.shallow(self._depth), view.policy_version
@@ -203,11 +207,12 @@ class SwappingDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         assert self.model is not None
         right = [self._right(r) for r in requests]
-        gamma = max(len(tokens) for tokens in right)
+        other = [[t + (i == self._swapped_at) for i, t in enumerate(tokens)] for tokens in right]
+        drafts, fed = (other, right) if self._in_drafts else (right, other)
+        gamma = max(len(tokens) for tokens in fed)
         for i in range(gamma):
-            live = [n for n, tokens in enumerate(right) if len(tokens) > i]
-            self.model.step([requests[n] for n in live], [right[n][:i] for n in live])
-        drafts = [[t + (i == self._wrong_at) for i, t in enumerate(tokens)] for tokens in right]
+            live = [n for n, tokens in enumerate(fed) if len(tokens) > i]
+            self.model.step([requests[n] for n in live], [fed[n][:i] for n in live])
         return Proposal(tokens=drafts, probs=None, passes=gamma, rows=gamma, context_tokens=0)
 
     def _right(self, request: DraftRequest) -> list[int]:
@@ -239,16 +244,21 @@ def as_if_new(policy: TinyPolicy, request: Request, tokens: Sequence[int]) -> Te
 GAMMA = 4
 
 
-@pytest.mark.parametrize("rejected", range(GAMMA + 1))
+SWAPS = [*(("drafts", at) for at in range(GAMMA + 1)), *(("passes", at) for at in range(GAMMA - 1))]
+"""In what, and at which draft: passes are fed all but the last one, and at ``GAMMA`` nothing is swapped."""
+
+
+@pytest.mark.parametrize(("swapped", "at"), SWAPS)
 @pytest.mark.parametrize(("depth", "params"), [(1, SAMPLED), (2, GREEDY), (3, SAMPLED)])
-def test_after_a_draft_swapped_at_any_position_all_planes_hold_what_a_fresh_engine_holds(
-    depth: int, params: SamplingParams, rejected: int
+def test_after_a_token_swapped_at_any_position_all_planes_hold_what_a_fresh_engine_holds(
+    depth: int, params: SamplingParams, swapped: str, at: int
 ) -> None:
     policy = tiny_looped_policy(seed=depth, loops=LOOPS, layers=1)
-    (request,) = requests_for(vocab=48, prompts=1, params=[params], seed=rejected, longest_prompt=20)
+    (request,) = requests_for(vocab=48, prompts=1, params=[params], seed=at, longest_prompt=20)
     whole = run_engine(engine_of(policy), [request], ar_plan)[request.key]
     known = {request.prompt_uid: whole.token_ids}
-    drafter = SwappingDrafter(depth, known, wrong_at=rejected)
+    drafter = SwappingDrafter(depth, known, swapped=swapped, swapped_at=at)
+    most_accepted = at if swapped == "drafts" else GAMMA
     engine = engine_of(policy, [drafter])
     engine.add(request)
     engine.run_round(ar_plan(engine.load()))
@@ -261,7 +271,7 @@ def test_after_a_draft_swapped_at_any_position_all_planes_hold_what_a_fresh_engi
         completions += outcome.completions
         (told,) = outcome.facts.outcomes
         assert not any(d.failures for d in outcome.facts.drafts)
-        assert (told.gamma, told.accepted) == (gamma, min(rejected, gamma))
+        assert (told.gamma, told.accepted) == (gamma, min(most_accepted, gamma))
         assert not engine._state.draft_states.any
         if engine.busy:
             assert sequence.frontier == before + told.accepted == len(sequence.tokens) - 1
