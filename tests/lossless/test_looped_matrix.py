@@ -77,7 +77,7 @@ class Setting:
 
     def requests(self) -> list[Request]:
         """Return enough of them to fill the budget and to take places that others left."""
-        count, tokens = {1: (4, 29), 3: (5, 29), 32: (34, 20)}[self.budget]
+        count, tokens = {1: (4, 28), 3: (5, 24), 32: (34, 14)}[self.budget]
         params = [SamplingParams(max_tokens=tokens, ignore_eos=True, **p) for p in PARAMS]  # type: ignore[arg-type]
         return requests_for(vocab=VOCAB, prompts=count, params=params, seed=self.budget, longest_prompt=12)
 

@@ -181,8 +181,10 @@ class Host:
                 ledger.completion(self.name, completion)
 
 
-@pytest.mark.parametrize("turns", [3, 4])
-@pytest.mark.parametrize(("first", "compiled"), CASES)
+@pytest.mark.parametrize(
+    ("first", "compiled", "turns"),
+    [(name, True, turns) for name in LOOPED for turns in (3, 4)] + [(WAVEFRONT, False, 3)],
+)
 def test_a_text_passed_on_by_hosts_that_die_is_plain_decodings(
     first: str, compiled: bool, turns: int
 ) -> None:

@@ -41,7 +41,7 @@ GAMMA = 3
 LOGIT_TOLERANCE = 6e-3
 """As for small policies: keys and values are rounded to bf16, a few of them the other way."""
 
-PARAMS = (SamplingParams(max_tokens=9, ignore_eos=True), SamplingParams(max_tokens=9, temperature=0.0))
+PARAMS = (SamplingParams(max_tokens=7, ignore_eos=True), SamplingParams(max_tokens=7, temperature=0.0))
 
 
 @pytest.fixture(scope="module")
