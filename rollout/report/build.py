@@ -23,12 +23,14 @@ section{break-inside:avoid}
 section.empty{opacity:.7}section.whole{column-span:all}
 .drawings{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:0 1.5em}
 svg{width:100%;max-width:760px;height:auto}svg text{font-size:11px;fill:currentColor}
+svg.bar{display:block;width:15em;height:1em}
 .axis{stroke:currentColor;fill:none}.grid{stroke:currentColor;stroke-opacity:.13;fill:none}
 .legend{font-size:.85em;display:flex;flex-wrap:wrap;gap:.2em 1.2em}
 .key span{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}
 .note{font-size:.88em;opacity:.8;margin:.4em 0 0}
 table{border-collapse:collapse;font-size:.92em;font-variant-numeric:tabular-nums}
 td,th{padding:.15em .5em;text-align:right}
+td:not(.word){white-space:nowrap}
 td.word,th.word{text-align:left}td.loud{color:#d11a2a;font-weight:bold}
 td:first-child,th:first-child{text-align:left;white-space:nowrap}
 th{font-size:.88em;vertical-align:bottom}

@@ -1,11 +1,12 @@
 """Panels about drafters and the policy they come from: do drafts stay as good while it is trained?"""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rollout.report.journal import Journal, Round
 from rollout.report.panel import Panel, no_data, tints
-from rollout.report.statistics import Share, wilson
-from rollout.report.svg import Axis, Plot, axis_over, colour
+from rollout.report.statistics import Share, wilson, wilson_of_blocks
+from rollout.report.stretches import ENOUGH_TRIALS, Blocks, Stretch, quarters, stretches
+from rollout.report.svg import QUIET, Axis, Plot, axis_over, colour
 from rollout.tracking.reduce import AcceptanceCounts
 
 LOOP_OVERLAP = "trainer/loop_overlap_"
@@ -14,28 +15,67 @@ LOOP_OVERLAP = "trainer/loop_overlap_"
 SHARES = Axis(label="accepted share", low=0, high=1)
 
 
+POOLED = (
+    f"A point of a drafter that was used little takes versions together until it has {ENOUGH_TRIALS} draft "
+    "tokens."
+)
+
+
+def acceptance_over_steps(journal: Journal) -> Panel:
+    """Acceptance rate by policy version, each rebuilt drafter marked."""
+    title = "Acceptance over trainer steps"
+    found = _blocks(journal.rounds)
+    if not found:
+        return no_data(title, "no round drafted a token.")
+    plot = Plot(x=_versions(journal), y=SHARES)
+    rebuilds = [e for e in journal.events if e.get("event") == "weight_update"]
+    for event in rebuilds:
+        plot.notch(event["version"], QUIET, title=f"drafters rebuilt from version {event['version']}")
+    _draw(plot, journal, found, share_of=lambda stretch: wilson_of_blocks(stretch.blocks))
+    plot.name(f"weight update, drafters rebuilt ({len(rebuilds)})", QUIET)
+    note = (
+        f"Accepted over drafted tokens, by policy version. {POOLED} 95% Wilson intervals from the scatter of "
+        "verified blocks: draft tokens of one block are kept or lost together. Blocks of one sequence are "
+        "taken as independent."
+    )
+    return Panel(title=title, body=plot.svg() + quarters(found), note=note)
+
+
 def first_drafts(journal: Journal) -> Panel:
     """How often the first draft of a block was kept, by policy version and drafter."""
     title = "First drafts kept over trainer steps"
-    kept = _first_by_drafter(journal.rounds)
-    if not kept:
+    found = _first_drafts(journal.rounds)
+    if not found:
         return no_data(title, "no round drafted a token.")
-    versions = [version for shares in kept.values() for version in shares]
-    plot = Plot(x=axis_over("policy version", versions, whole=True), y=SHARES)
-    for name, shares in sorted(kept.items()):
-        tint = tints(journal)[name]
-        plot.line([(version, share.value) for version, share in shares.items()], tint)
-        for version, share in shares.items():
-            plot.whisker(version, share.low, share.high, tint, opacity=0.3)
-            what = f"{name}, version {version}: {share.hits} of {share.trials}"
-            plot.dot(version, share.value, tint, title=what)
-        hits, trials = (sum(getattr(s, field) for s in shares.values()) for field in ("hits", "trials"))
-        plot.name(f"{name} ({hits} of {trials})", tint)
+    plot = Plot(x=_versions(journal), y=SHARES)
+    _draw(plot, journal, found, share_of=lambda stretch: wilson(stretch.kept, stretch.tried))
     note = (
         "Share of blocks whose first draft was kept, over those where verification judged it. Unlike the "
-        "share of all draft tokens it does not move with how far the controller drafts. 95% Wilson intervals."
+        f"share of all draft tokens it does not move with how far the controller drafts. {POOLED} 95% Wilson "
+        "intervals."
     )
-    return Panel(title=title, body=plot.svg(), note=note)
+    return Panel(title=title, body=plot.svg() + quarters(found), note=note)
+
+
+def _versions(journal: Journal) -> Axis:
+    return axis_over("policy version", [r.policy_version for r in journal.rounds], whole=True)
+
+
+def _draw(
+    plot: Plot, journal: Journal, found: Mapping[str, Blocks], *, share_of: Callable[[Stretch], Share]
+) -> None:
+    """Draw a curve per drafter, with the interval of every point; those at one version stand side by side."""
+    step = 0.01 * max(1.0, plot.x.high - plot.x.low)
+    for i, (name, by_version) in enumerate(sorted(found.items())):
+        tint, shift = tints(journal)[name], (i - (len(found) - 1) / 2) * step
+        points = []
+        for stretch in stretches(by_version):
+            share, x = share_of(stretch), stretch.middle + shift
+            points.append((x, share.value))
+            plot.whisker(x, share.low, share.high, tint, opacity=0.3)
+            plot.dot(x, share.value, tint, title=f"{name}, {stretch.name}: {share.hits} of {share.trials}")
+        plot.line(points, tint)
+        plot.name(name, tint)
 
 
 def loop_overlap(journal: Journal) -> Panel:
@@ -66,7 +106,18 @@ def loop_overlap(journal: Journal) -> Panel:
     return Panel(title=title, body=plot.svg(), note=note)
 
 
-def _first_by_drafter(rounds: Iterable[Round]) -> dict[str, dict[int, Share]]:
+def _blocks(rounds: Iterable[Round]) -> dict[str, dict[int, list[tuple[int, int]]]]:
+    """Return by drafter and policy version the accepted and drafted tokens of every verified block."""
+    blocks: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for r in rounds:
+        for o in r.outcomes:
+            if o.gamma:
+                by_version = blocks.setdefault(o.drafter, {})
+                by_version.setdefault(r.policy_version, []).append((o.accepted, o.gamma))
+    return blocks
+
+
+def _first_drafts(rounds: Iterable[Round]) -> dict[str, dict[int, list[tuple[int, int]]]]:
     """Return by drafter and policy version how many of the first drafts that were judged were kept."""
     counts: dict[tuple[str, int], AcceptanceCounts] = {}
     for r in rounds:
@@ -74,12 +125,12 @@ def _first_by_drafter(rounds: Iterable[Round]) -> dict[str, dict[int, Share]]:
             if outcome.gamma:
                 place = (outcome.drafter, r.policy_version)
                 counts.setdefault(place, AcceptanceCounts()).add(outcome)
-    shares: dict[str, dict[int, Share]] = {}
+    found: dict[str, dict[int, list[tuple[int, int]]]] = {}
     for (name, version), c in sorted(counts.items()):
         if c.decided_by_position[0]:
-            share = wilson(c.accepted_by_position[0], c.decided_by_position[0])
-            shares.setdefault(name, {})[version] = share
-    return shares
+            judged = (c.accepted_by_position[0], c.decided_by_position[0])
+            found.setdefault(name, {})[version] = [judged]
+    return found
 
 
 def _depths(values: Iterable[str]) -> list[int]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-from rollout.report.drift import first_drafts, loop_overlap
+from rollout.report.drift import acceptance_over_steps, first_drafts, loop_overlap
 from rollout.report.journal import Journal
 from rollout.report.panel import Panel
 from rollout.report.rounds import (
     acceptance_by_position,
-    acceptance_over_steps,
     decisions,
     predicted_against_measured,
     round_parts,

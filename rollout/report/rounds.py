@@ -2,13 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from controller.types import AR
 from rollout.report.journal import Journal, Round
 from rollout.report.panel import MAX_POINTS, Panel, counted, no_data, tints
-from rollout.report.statistics import quantile, wilson, wilson_of_blocks
+from rollout.report.statistics import quantile, wilson
 from rollout.report.svg import QUIET, Axis, Plot, axis_over, colour
 from rollout.report.table import table
 from rollout.tracking.reduce import AcceptanceCounts
@@ -52,47 +52,6 @@ def acceptance_by_position(journal: Journal) -> Panel:
         "Share of verified blocks whose drafts were kept up to and including the position, over the blocks "
         "that drafted it; a block cut by a stop or a limit counts only up to the cut. 95% Wilson intervals. "
         "Long drafts go to sequences that are easy to guess, so a curve may rise."
-    )
-    return Panel(title=title, body=plot.svg(), note=note)
-
-
-def acceptance_over_steps(journal: Journal) -> Panel:
-    """Acceptance rate by policy version, each rebuilt drafter marked."""
-    title = "Acceptance over trainer steps"
-    versions = sorted({r.policy_version for r in journal.rounds})
-    by_version = {v: _blocks_by_drafter(r for r in journal.rounds if r.policy_version == v) for v in versions}
-    if not any(by_version.values()):
-        return no_data(title, "no round drafted a token.")
-    plot = Plot(
-        x=axis_over("policy version", versions, whole=True),
-        y=Axis(label="accepted share", low=0, high=1),
-    )
-    rebuilds = [e for e in journal.events if e.get("event") == "weight_update"]
-    for event in rebuilds:
-        plot.notch(event["version"], QUIET, title=f"drafters rebuilt from version {event['version']}")
-    names = sorted({name for found in by_version.values() for name in found})
-    for i, name in enumerate(names):
-        tint, shift = (
-            tints(journal)[name],
-            (i - (len(names) - 1) / 2) * 0.01 * max(1, versions[-1] - versions[0]),
-        )
-        points = []
-        for version in versions:
-            found = by_version[version].get(name)
-            if found is None:
-                continue
-            share = wilson_of_blocks(found)
-            points.append((version + shift, share.value))
-            plot.whisker(version + shift, share.low, share.high, tint, opacity=0.3)
-            what = f"{name}, version {version}: {share.hits} of {share.trials}"
-            plot.dot(version + shift, share.value, tint, title=what)
-        plot.line(points, tint)
-        plot.name(name, tint)
-    plot.name(f"weight update, drafters rebuilt ({len(rebuilds)})", QUIET)
-    note = (
-        "Accepted over drafted tokens, pooled per version. 95% Wilson intervals from the scatter of verified "
-        "blocks: draft tokens of one block are kept or lost together. Blocks of one sequence are taken as "
-        "independent."
     )
     return Panel(title=title, body=plot.svg(), note=note)
 
@@ -199,14 +158,6 @@ def _counts_by_drafter(rounds: Sequence[Round]) -> dict[str, AcceptanceCounts]:
             if outcome.gamma:
                 counts.setdefault(outcome.drafter, AcceptanceCounts()).add(outcome)
     return counts
-
-
-def _blocks_by_drafter(rounds: Iterable[Round]) -> dict[str, list[tuple[int, int]]]:
-    """Return accepted and drafted tokens of every verified block."""
-    blocks: dict[str, list[tuple[int, int]]] = {}
-    for outcome in (o for r in rounds for o in r.outcomes if o.gamma):
-        blocks.setdefault(outcome.drafter, []).append((outcome.accepted, outcome.gamma))
-    return blocks
 
 
 def _thin(rounds: Sequence[Round]) -> list[Sequence[Round]]:

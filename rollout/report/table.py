@@ -4,8 +4,14 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_NUMBER = re.compile(r"-|[-+]?[\d.,]+(e[-+]?\d+)?%?|[\d.]+-[\d.]+|\d+ of \d+")
+_NUMBER = re.compile(r"-|[-+]?[\d.,]+(e[-+]?\d+)?%?|[\d.]+-[\d.]+|([\d.]+ \()?\d+ of \d+\)?")
 """What stands to the right: a number, a share, a range, a count of a count, and nothing."""
+
+
+class Drawing(str):
+    """A cell that is HTML already."""
+
+    __slots__ = ()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, failed: str = "") -> str:
@@ -19,13 +25,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, failed: s
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{_style(words[at], loud=bool(failed) and cell == failed)}>{escape(cell)}</td>"
+            f"<td{_style(words[at], loud=bool(failed) and cell == failed)}>{_inside(cell)}</td>"
             for at, cell in enumerate(row)
         )
         + "</tr>"
         for row in shown
     )
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _inside(cell: str) -> str:
+    return cell if isinstance(cell, Drawing) else escape(cell)
 
 
 def _style(word: bool, *, loud: bool = False) -> str:
@@ -36,6 +46,8 @@ def _style(word: bool, *, loud: bool = False) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, Drawing):
+        return value
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -33,6 +33,11 @@ class Timed(Protocol):
         """The policy's forward and its choices."""
         ...
 
+    @property
+    def draft_pass(self) -> PassSeconds | None:
+        """The same of drafters, lanes among them; None where none of them ran a model."""
+        ...
+
 
 def time_parts(timed: Timed) -> dict[str, float]:
     """Return seconds by part, in the order of ``PARTS``; empty when the engine did not say.
@@ -42,6 +47,26 @@ def time_parts(timed: Timed) -> dict[str, float]:
     passed = timed.policy_pass
     if passed is None:
         return {}
+    parts = {**_pass_parts(passed), DRAFTING: timed.draft_s}
+    parts[OTHER] = timed.total_s - sum(parts.values())
+    return parts
+
+
+def drafting_parts(timed: Timed) -> dict[str, float]:
+    """Return what ``drafting`` of ``time_parts`` consists of, by the same names; they sum to it.
+
+    ``other`` is then the Python of drafting: looking texts up, gathering rows, calling. A drafter that runs
+    no model has nothing else.
+    """
+    passed = timed.draft_pass
+    parts = {} if passed is None else _pass_parts(passed)
+    parts[OTHER] = timed.draft_s - sum(parts.values())
+    return parts
+
+
+def _pass_parts(passed: PassSeconds) -> dict[str, float]:
+    """Return the parts of forwards and of the choices from their logits."""
+    parts: dict[str, float]
     if not passed.forward_s:
         parts = {}  # every sequence decoded in lanes, whose passes are drafting
     elif passed.split is None:
@@ -54,6 +79,4 @@ def time_parts(timed: Timed) -> dict[str, float]:
             "head": split.head_s,
             "norms": split.rest_s,
         }
-    parts |= {CHOICE: passed.choose_s, DRAFTING: timed.draft_s}
-    parts[OTHER] = timed.total_s - sum(parts.values())
-    return parts
+    return parts | {CHOICE: passed.choose_s}

@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ from rollout.errors import ConfigError
 from rollout.job_config import JobConfig, ReportConfig
 from rollout.jobs.report import main, newest_run
 from rollout.report.build import build, build_all, page
-from rollout.report.drift import first_drafts, loop_overlap
-from rollout.report.journal import JournalError, read_journal
+from rollout.report.drift import acceptance_over_steps, first_drafts, loop_overlap
+from rollout.report.journal import Journal, JournalError, read_journal
 from rollout.report.panel import Panel, tints
 from rollout.report.panels import PANELS
 from rollout.report.rounds import acceptance_by_position, decisions, predicted_against_measured, round_parts
 from rollout.report.statistics import quantile, wilson, wilson_of_blocks
 from rollout.report.steps import makespan, makespan_by_step, mismatch, updates
+from rollout.report.stretches import ENOUGH_TRIALS, stretches
 from rollout.report.summary import summary_row
 from rollout.report.svg import Axis, axis_over
-from rollout.report.time_split import time_split
+from rollout.report.time_split import MOST_ROWS, time_split
 from rollout.service.records import RoundRecord
 from rollout.tracking.jsonl import JsonlTracker
 from rollout.tracking.recorder import RolloutRecorder
@@ -233,19 +235,82 @@ def test_acceptance_counts_only_blocks_that_drafted_a_position(tmp_path: Path) -
     assert "w4, position 2: 1 of 1" in body
 
 
+def _journal_of(folder: Path, outcomes: dict[int, list[SequenceOutcome]]) -> Journal:
+    """Return a run of one round per policy version, with these outcomes."""
+    recorder = RolloutRecorder(JsonlTracker(folder, run_id="r"))
+    for version, found in outcomes.items():
+        record = _round(version, version=version, batch=len(found), gamma=2, rng=random.Random(0))
+        recorder.rounds([replace(record, facts=replace(record.facts, outcomes=tuple(found)))])
+    return read_journal(folder)
+
+
+def _outcome(
+    key: int, *, drafter: str = "w4", gamma: int = 2, accepted: int, **more: bool
+) -> SequenceOutcome:
+    return SequenceOutcome(
+        key=key,
+        drafter=drafter,
+        gamma=gamma,
+        accepted=accepted,
+        committed=accepted + 1,
+        context_tokens=30,
+        censored=more.get("censored", False),
+        finished=False,
+        judged_singly=more.get("judged_singly", False),
+    )
+
+
 def test_first_drafts_are_told_by_version_and_without_those_a_limit_cut_off(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path, run_id="r")
-    for version, kept in ((1, (2, 0, 0)), (2, (1, 2, 0))):
-        record = _round(version, version=version, batch=3, gamma=2, rng=random.Random(0))
-        outcomes = tuple(
-            replace(o, accepted=accepted, censored=o.key == 2)
-            for o, accepted in zip(record.facts.outcomes, kept, strict=True)
-        )
-        RolloutRecorder(tracker).rounds([replace(record, facts=replace(record.facts, outcomes=outcomes))])
-    body = first_drafts(read_journal(tmp_path)).body
-    assert "w4, version 1: 1 of 2" in body
-    assert "w4, version 2: 2 of 2" in body
-    assert "w4 (3 of 4)" in body
+    kept = {1: [2] * 20 + [0] * 20, 2: [1] * 38 + [2] * 2}
+    journal = _journal_of(
+        tmp_path,
+        {
+            version: [_outcome(key, accepted=n, censored=key == 39) for key, n in enumerate(found)]
+            for version, found in kept.items()
+        },
+    )
+    body = first_drafts(journal).body
+    assert "w4, version 1: 20 of 39" in body
+    assert "w4, version 2: 40 of 40" in body
+    assert "<td>0.759 (60 of 79)</td>" in body
+
+
+def test_acceptance_is_told_for_every_drafter_and_what_drafted_little_is_taken_together(
+    tmp_path: Path,
+) -> None:
+    lanes = {"drafter": "wavefront", "judged_singly": True, "gamma": 40}
+    journal = _journal_of(
+        tmp_path,
+        {
+            version: [
+                _outcome(0, accepted=20 + version, **lanes),
+                _outcome(1, accepted=version % 2, drafter="shallow_loop_3", gamma=3),
+            ]
+            for version in range(1, 17)
+        },
+    )
+    body = acceptance_over_steps(journal).body
+    for version in range(1, 10):
+        assert f"wavefront, version {version}: {20 + version} of 40" in body
+    # 3 draft tokens a version: eleven are needed, and what is left goes to the only point.
+    assert re.findall(r"shallow_loop_3, versions? [\d to]*: \d+ of \d+", body) == [
+        "shallow_loop_3, versions 1 to 16: 8 of 48"
+    ]
+    assert body.count(">wavefront<") == body.count(">shallow_loop_3<") == 2  # curve and row
+    for cell in ("0.562 (90 of 160)", "0.167 (2 of 12)", "0.167 (8 of 48)"):
+        assert f"<td>{cell}</td>" in body
+    assert "version 1: 21 of 40" in first_drafts(journal).body
+
+
+def test_stretches_hold_every_draft_once_and_enough_of_them() -> None:
+    rng = random.Random(5)
+    for _ in range(50):
+        found = {v: [(0, rng.randint(0, 20)) for _ in range(rng.randint(0, 3))] for v in range(1, 30)}
+        made, total = stretches(found), sum(t for blocks in found.values() for _, t in blocks)
+        assert sum(s.tried for s in made) == total
+        assert all(s.tried >= min(total, ENOUGH_TRIALS) for s in made)
+        assert all(a.last < b.first for a, b in pairwise(made))
+    assert stretches({}) == stretches({3: []}) == []
 
 
 def test_the_agreement_of_loops_is_drawn_by_depth(run_dir: Path) -> None:
@@ -447,24 +512,85 @@ def _one_round(folder: Path, record: RoundRecord) -> Panel:
     return time_split(read_journal(folder))
 
 
+def _with_drafts(record: RoundRecord, drafter: str, draft_pass: PassSeconds | None) -> RoundRecord:
+    outcomes = tuple(replace(o, drafter=drafter) for o in record.facts.outcomes)
+    return replace(record, facts=replace(record.facts, outcomes=outcomes, draft_pass=draft_pass))
+
+
 def test_the_time_of_a_round_is_shown_by_part(tmp_path: Path) -> None:
     # 5.5 ms: 2.5 of linears, 0.5 of attention, and what no part names is Python's.
     panel = _one_round(tmp_path / "ar", _round(0, version=1, batch=4, gamma=0, rng=random.Random(0)))
-    assert "plain, batch to 4: linears 45.5%, 2.50 ms" in panel.body
-    assert "plain, batch to 4: token choice 4.5%, 0.25 ms" in panel.body
-    assert "plain, batch to 4: Python and other 33.6%, 1.85 ms" in panel.body
-    assert "drafting, batch" not in panel.body
-    # 7.5 ms with two drafts: 2.0 of drafting, in which 0.2 of choosing.
-    panel = _one_round(tmp_path / "sd", _round(0, version=1, batch=3, gamma=2, rng=random.Random(0)))
-    assert "drafting, batch to 4: drafting 26.7%, 2.00 ms" in panel.body
-    assert "that of drafts included: 6.0% of the time" in panel.note
+    assert "none (AR), batch 3-4: linears 45.5%, 2.50 ms" in panel.body
+    assert "none (AR), batch 3-4: token choice 4.5%, 0.25 ms" in panel.body
+    assert "none (AR), batch 3-4: Python and other 33.6%, 1.85 ms" in panel.body
+    assert "drafts:" not in panel.body
+
+
+def test_what_drafters_did_is_shown_by_part_too(tmp_path: Path) -> None:
+    # 7.5 ms with two drafts: 2.0 of drafting, in which 1.0 of linears, 0.2 of choosing, and Python's 0.4.
+    record = _round(0, version=1, batch=3, gamma=2, rng=random.Random(0))
+    split = ForwardSeconds(linears_s=0.001, attention_s=0.0002, head_s=0.0001, rest_s=0.0001)
+    told = PassSeconds(forward_s=0.0014, choose_s=0.0002, split=split)
+    panel = _one_round(tmp_path / "sd", _with_drafts(record, "shallow_loop_2", told))
+    assert "shallow_loop_2, batch 3-4: linears 33.3%, 2.50 ms" in panel.body
+    assert "shallow_loop_2, batch 3-4: drafts: linears 13.3%, 1.00 ms" in panel.body
+    assert "shallow_loop_2, batch 3-4: drafts: Python and other 5.3%, 0.40 ms" in panel.body
+    for share in ("46.7%", "26.7%"):  # of linears, the policy's and the drafter's; of all by drafters
+        assert f"<td>{share}</td>" in panel.body
+    assert "token choice is 6.0% of all" in panel.note
+
+
+def test_a_round_of_lanes_alone_and_one_of_copies_alone_are_told(tmp_path: Path) -> None:
+    record = _round(0, version=1, batch=4, gamma=2, rng=random.Random(0))
+    lanes = PassSeconds(forward_s=0.0018, choose_s=0.0001)
+    record = replace(
+        record,
+        facts=replace(
+            _with_drafts(record, "wavefront", lanes).facts,
+            policy_pass=PassSeconds(forward_s=0.0, choose_s=0.0),
+            draft_s=0.002,
+            verify_s=0.0,
+            total_s=0.0025,
+        ),
+    )
+    panel = _one_round(tmp_path / "lanes", record)
+    assert "wavefront, batch 3-4: drafts: forward, not split 72.0%, 1.80 ms" in panel.body
+    assert "wavefront, batch 3-4: Python and other 20.0%, 0.50 ms" in panel.body
+    copied = _with_drafts(_round(0, version=1, batch=1, gamma=2, rng=random.Random(0)), "history", None)
+    panel = _one_round(tmp_path / "copied", copied)
+    assert "history, batch 1: drafts: Python and other 26.7%, 2.00 ms" in panel.body
+
+
+def test_of_many_mixes_those_that_took_longest_are_shown(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(JsonlTracker(tmp_path, run_id="r"))
+    for index in range(MOST_ROWS + 2):
+        record = _round(index, version=1, batch=1, gamma=2, rng=random.Random(0))
+        record = _with_drafts(record, f"d{index:02}", None)
+        recorder.rounds([replace(record, facts=replace(record.facts, total_s=0.01 + 0.001 * index))])
+    panel = time_split(read_journal(tmp_path))
+    assert panel.body.count('<svg class="bar"') == MOST_ROWS
+    assert "d01" not in panel.body
+    assert "d02" in panel.body
+    assert "2 groups that took least not shown" in panel.note
+
+
+def test_rounds_with_prompts_are_told_apart_and_those_of_prompts_alone_too(tmp_path: Path) -> None:
+    recorder = RolloutRecorder(JsonlTracker(tmp_path, run_id="r"))
+    record = _round(0, version=1, batch=3, gamma=0, rng=random.Random(0))
+    mixed = replace(record, facts=replace(record.facts, prefill_rows=20))
+    alone = replace(record, facts=replace(record.facts, prefill_rows=20, batch=0, outcomes=()))
+    recorder.rounds([record, mixed, mixed, alone])
+    body = time_split(read_journal(tmp_path)).body
+    for what in ("none (AR), batch 3-4", "none (AR), prompts, batch 3-4", "none (AR), prompts, batch 0"):
+        assert f"<title>{what}: linears 45.5%" in body
+    assert "<td>50.0%</td>" in body  # of all time, where there were two
 
 
 def test_a_forward_that_was_not_split_is_drawn_whole_and_said_to_be(tmp_path: Path) -> None:
     record = _round(0, version=1, batch=4, gamma=0, rng=random.Random(0))
     whole = PassSeconds(forward_s=0.0044, choose_s=0.0)
     panel = _one_round(tmp_path, replace(record, facts=replace(record.facts, policy_pass=whole)))
-    assert "plain, batch to 4: forward, not split 80.0%, 4.40 ms" in panel.body
+    assert "none (AR), batch 3-4: forward, not split 80.0%, 4.40 ms" in panel.body
     assert "linears" not in panel.body
     assert "Not split: the torch decoder" in panel.note
 
