@@ -69,6 +69,11 @@ class TrainerConfig:
     beta: float = 0.0
     """Weight of the KL term against the starting policy; above 0 a second copy of the model is kept."""
 
+    reward_scale: Literal["group", "batch", "none"] = "group"
+    """What a sample's lead over its group's mean is divided by: the deviation of its group's rewards, that of
+    the whole step's, or nothing. ``group`` makes as much of a group whose samples differ in form alone as of
+    one in which some are right and some wrong; ``batch`` does not."""
+
     max_new_tokens: int = 96
     temperature: float = 1.0
     sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -273,6 +273,7 @@ def trainer_args(config: TrainerConfig, *, folder: Path) -> Any:
         warmup_steps=config.warmup_steps,
         max_grad_norm=config.max_grad_norm,
         beta=config.beta,
+        scale_rewards=config.reward_scale,
         temperature=config.temperature,
         seed=(config.seed or 0) % 2**32,  # numpy's generator takes no more
         report_to="none",

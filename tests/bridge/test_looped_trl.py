@@ -22,6 +22,7 @@ from rollout.config import PolicyConfig
 from rollout.errors import ConfigError
 from rollout.job_config import JobConfig
 from rollout.report.journal import read_journal
+from rollout.settings import load_config
 from rollout.testing import save_tiny_folder
 from rollout.testing_native import ar_plan, tiny_engine
 from rollout.tracking.jsonl import JsonlTracker
@@ -74,6 +75,12 @@ def trained(folder: Path, *, weight: float, rewards: list[float]) -> OuroForCaus
     )
     trainer.train()
     return model
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_trainer_scales_rewards_as_it_is_told(tmp_path: Path, scale: str) -> None:
+    config = load_config({"reward_scale": scale}, TrainerConfig, path="trainer")
+    assert trainer_args(config, folder=tmp_path).scale_rewards == scale
 
 
 def test_rewards_move_the_looped_policy(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from rollout.progress import Progress
 from trainers_bridge.looped.batches import collate
-from trainers_bridge.looped.decoding import decode_greedily
+from trainers_bridge.looped.decoding import replies_to
 from trainers_bridge.looped.loss import IGNORED
 from trainers_bridge.looped.model import OuroForCausalLM
 from trainers_bridge.looped.tokenizer import decode, prompt_ids
@@ -127,12 +127,24 @@ def _score_chunk(model: OuroForCausalLM, chunk: Sequence[Exercise]) -> _ChunkSco
     )
 
 
-def right_answers(model: OuroForCausalLM, given: Sequence[Exercise], *, loops: int) -> list[bool]:
-    """Return which exercises the policy answers rightly when it decodes greedily with ``loops`` loops."""
+def right_answers(
+    model: OuroForCausalLM, given: Sequence[Exercise], *, loops: int, sampled_seed: int | None = None
+) -> list[bool]:
+    """Return which exercises the policy answers rightly with ``loops`` loops, greedily or in one sample each.
+
+    ``sampled_seed`` as in ``replies_to``.
+    """
     prompts = [prompt_ids(exercise.question) for exercise in given]
     longest = max(len(exercise.reply) for exercise in given) + 16
     with Progress(f"answering with {loops} loops") as progress:
-        replies = decode_greedily(model, prompts, loops=loops, max_new_tokens=longest, progress=progress)
+        replies = replies_to(
+            model,
+            prompts,
+            loops=loops,
+            max_new_tokens=longest,
+            sampled_seed=sampled_seed,
+            progress=progress,
+        )
     return [
         reply.ended and answered(decode(reply.token_ids)) == exercise.answer
         for reply, exercise in zip(replies, given, strict=True)

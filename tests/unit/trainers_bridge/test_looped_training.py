@@ -1,6 +1,7 @@
 """Training of the looped policy: its batches, its tokenizer, resuming, and what the script writes."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rollout.policy.embedded import sha256_of
 from trainers_bridge.looped import making
 from trainers_bridge.looped.batches import batch_of, collate, data_digest, held_out
 from trainers_bridge.looped.checkpoint import CheckpointError, read_checkpoint
-from trainers_bridge.looped.decoding import decode_greedily
+from trainers_bridge.looped.decoding import replies_to
 from trainers_bridge.looped.evaluation import Estimate, right_answers, score_depths
 from trainers_bridge.looped.folder import load_served
 from trainers_bridge.looped.loss import IGNORED
@@ -138,8 +139,8 @@ def test_scores_of_the_full_depth_are_its_own_and_losses_are_plain_cross_entropi
 def test_replies_decoded_together_are_those_decoded_alone() -> None:
     model = new_policy(TINY).eval()
     prompts = [prompt_ids(e.question) for e in held_out(seed=2, count=3)]
-    together = decode_greedily(model, prompts, loops=3, max_new_tokens=5)
-    alone = [decode_greedily(model, [p], loops=3, max_new_tokens=5)[0] for p in prompts]
+    together = replies_to(model, prompts, loops=3, max_new_tokens=5)
+    alone = [replies_to(model, [p], loops=3, max_new_tokens=5)[0] for p in prompts]
     assert together == alone
     for prompt, reply in zip(prompts, together, strict=True):
         ids = list(prompt)
@@ -148,13 +149,41 @@ def test_replies_decoded_together_are_those_decoded_alone() -> None:
             ids.append(token)
 
 
+def test_sampled_replies_depend_on_their_seed_and_place_and_not_on_who_else_runs() -> None:
+    model = new_policy(TINY).eval()
+    prompts = [prompt_ids(e.question) for e in held_out(seed=2, count=24)]
+    asked = {"loops": 2, "max_new_tokens": 24}
+    replies = replies_to(model, prompts, sampled_seed=7, **asked)
+    assert replies == replies_to(model, prompts, sampled_seed=7, **asked)
+    assert replies != replies_to(model, prompts, sampled_seed=8, **asked)
+    assert any(reply.ended for reply in replies)
+    # Another neighbour, that ends elsewhere: the others' replies stay.
+    others = replies_to(model, [prompts[1], *prompts[1:]], sampled_seed=7, **asked)
+    assert others[0] != replies[0]
+    assert others[1:] == replies[1:]
+
+
+def test_samples_follow_the_policys_law() -> None:
+    model = new_policy(TINY).eval()
+    prompt = prompt_ids("sort 21")
+    with torch.no_grad():
+        law_V = model(input_ids=torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    draws = 4000
+    replies = replies_to(model, [prompt] * draws, loops=4, max_new_tokens=1, sampled_seed=3)
+    found = Counter(reply.token_ids[0] if reply.token_ids else END_ID for reply in replies)
+    for token, share in enumerate(law_V.tolist()):
+        # Seven standard errors, and six draws where few are expected: a false alarm in under one of 10^6.
+        room = 7 * (draws * share * (1 - share)) ** 0.5 + 6
+        assert abs(found[token] - draws * share) <= room, token
+
+
 def test_an_answer_counts_when_the_reply_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainers_bridge.looped.decoding import Reply
 
     given = held_out(seed=2, count=3)
     replies = [Reply(token_ids=encode(e.reply), ended=i != 1) for i, e in enumerate(given)]
     replies[2] = Reply(token_ids=encode("answer 1x"), ended=True)
-    monkeypatch.setattr("trainers_bridge.looped.evaluation.decode_greedily", lambda *_, **__: replies)
+    monkeypatch.setattr("trainers_bridge.looped.evaluation.replies_to", lambda *_, **__: replies)
     assert right_answers(new_policy(TINY), given, loops=1) == [True, False, False]
 
 

@@ -28,6 +28,7 @@ from trainers_bridge.summary import DraftTally, StepResult, quarter, summarize
         ({"temperature": math.nan}, r"trainer\.temperature"),
         ({"samples_per_pass": 5}, r"trainer\.samples_per_pass must divide"),
         ({"kind": "mine"}, r"trainer\.kind"),
+        ({"reward_scale": "deviation"}, r"trainer\.reward_scale: expected one of 'group', 'batch', 'none'"),
     ],
 )
 def test_wrong_trainer_settings_are_refused_with_their_path(values: dict[str, Any], message: str) -> None:
