@@ -77,7 +77,7 @@ def quarters(found_by_drafter: Mapping[str, Blocks]) -> str:
         [name, *(_told(found, part) for part in parts), _told(found, range(low, low + count))]
         for name, found in sorted(found_by_drafter.items())
     ]
-    return table(("kept in versions", *names, "all"), rows)
+    return table(("kept, by version", *names, "all"), rows)
 
 
 def _stretch(found: Blocks, versions: Sequence[int]) -> Stretch:
@@ -90,4 +90,4 @@ def _told(found: Blocks, versions: range) -> str:
     if not here:
         return "-"
     stretch = _stretch(found, here)
-    return f"{stretch.kept / stretch.tried:.3f} ({stretch.kept} of {stretch.tried})" if stretch.tried else "-"
+    return f"{stretch.kept / stretch.tried:.3f} of {stretch.tried}" if stretch.tried else "-"

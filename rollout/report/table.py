@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_NUMBER = re.compile(r"-|[-+]?[\d.,]+(e[-+]?\d+)?%?|[\d.]+-[\d.]+|([\d.]+ \()?\d+ of \d+\)?")
-"""What stands to the right: a number, a share, a range, a count of a count, and nothing."""
+_NUMBER = re.compile(r"-|[-+]?[\d.,]+(e[-+]?\d+)?%?|[\d.]+-[\d.]+|[\d.]+ of \d+")
+"""What stands to the right: a number, a share, a range, a count or share of a count, and nothing."""
 
 
 class Drawing(str):
