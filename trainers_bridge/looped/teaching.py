@@ -17,7 +17,6 @@ import torch
 
 from controller.config import ControllerConfig
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS
 from rollout.bench.arms import EngineArms, Work, fixed_arm
 from rollout.bench.machine import commit, machine, versions
 from rollout.config import EngineConfig, PolicyConfig
@@ -48,10 +47,16 @@ class Continuing:
     steps: int = 200
     batch_tokens: int = 768
     learning_rate: float = 1e-3
-    """A quarter of what the policy was made with at its height: enough to move it in minutes."""
+    """At its height, a quarter of what the policy was made with: enough to move it in minutes."""
 
     warmup_steps: int = 10
     max_grad_norm: float = 1.0
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return a step's learning rate: up in a line, then down in a line, nearly to nothing."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        return self.learning_rate * (self.steps - step) / max(1, self.steps - self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +134,7 @@ def continued(folder: Path, training: Continuing, *, seed: int, distillation: fl
             batch = batch_of(seed=seed, step=step, tokens=training.batch_tokens)
             output = model(input_ids=batch.input_ids_BT, labels=batch.labels_BT)
             for group in optimizer.param_groups:
-                group["lr"] = training.learning_rate * min(1.0, (step + 1) / training.warmup_steps)
+                group["lr"] = training.learning_rate_at(step)
             optimizer.zero_grad()
             output.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
@@ -163,7 +168,7 @@ def measured(model: OuroForCausalLM, given: Sequence[Exercise], measuring: Measu
 def drafts_kept(folder: Path, questions: Sequence[str], measuring: Measuring) -> dict[str, Any]:
     """Return by shallow drafter what the engine kept of its drafts, of ``gamma`` tokens in every round."""
     policy = load_policy(PolicyConfig(source=str(folder)))
-    names = SHALLOW_LOOPS[: policy.spec.loops - 1]
+    names = tuple(f"shallow_loop_{depth}" for depth in range(1, policy.spec.loops))
     engine_config = EngineConfig(threads=1, max_context_tokens=256)
     arms = EngineArms(engine_of(policy, engine_config, DrafterConfig(names=names)), None)
     work = Work(

@@ -30,6 +30,15 @@ def test_gains_are_paired_by_seed() -> None:
     assert found["agreement of depth 1"]["mean"] == 0.0
 
 
+def test_the_learning_rate_rises_to_its_height_and_falls_to_nearly_nothing() -> None:
+    training = Continuing(steps=100, learning_rate=2.0, warmup_steps=10)
+    rates = [training.learning_rate_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == rates[10] == 2.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.03
+
+
 @torch.no_grad()
 def apart(model: OuroForCausalLM) -> float:
     """Return how far the shallow loops are from the last one, in nats."""
