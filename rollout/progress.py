@@ -33,15 +33,18 @@ class Progress(AbstractContextManager["Progress"]):
         title: str,
         *,
         total: int | None = None,
+        done: int = 0,
         unit: str = "steps",
         stream: TextIO | None = None,
         quiet_s: float = QUIET_S,
         every_s: float = EVERY_S,
     ) -> None:
+        """``done``: of ``total``, before this began; what is left is estimated without them."""
         self._title, self._total, self._unit = title, total, unit
         self._stream = stream or sys.stderr
         self._quiet_s, self._every_s = quiet_s, every_s
-        self._done, self._note = 0, ""
+        self._done, self._note = done, ""
+        self._before = done
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,8 +78,9 @@ class Progress(AbstractContextManager["Progress"]):
         elif done:
             parts.append(f"{done} {self._unit},")
         parts.append(f"{elapsed_s:.1f} s")
-        if self._total and 0 < done < self._total:
-            parts.append(f"(about {elapsed_s / done * (self._total - done):.0f} s left)")
+        if self._total and self._before < done < self._total:
+            left_s = elapsed_s / (done - self._before) * (self._total - done)
+            parts.append(f"(about {left_s:.0f} s left)")
         return " ".join([*parts, f"- {note}"] if note else parts)
 
     def __enter__(self) -> "Progress":

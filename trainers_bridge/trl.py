@@ -100,8 +100,7 @@ def run(job: JobConfig, client: RolloutClient, tracker: Tracker) -> int:
         folder=folder,
         probe=loop_overlaps,
     )
-    with Progress("training", total=config.steps) as progress:
-        progress.advance(len(earlier.steps))
+    with Progress("training", total=config.steps, done=len(earlier.steps)) as progress:
         watch = StepWatch(rollouts, config=config, tracker=tracker, progress=progress)
         watch.steps += earlier.steps
         trainer = build_trainer(

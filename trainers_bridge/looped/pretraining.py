@@ -166,8 +166,7 @@ def pretrain(settings: Pretraining, folder: Path, *, stop_after_s: float | None 
         )
 
     model.train()
-    with Progress("training the looped policy", total=settings.steps) as progress:
-        progress.advance(step)
+    with Progress("training the looped policy", total=settings.steps, done=step) as progress:
         while step < settings.steps:
             if stop_after_s is not None and time.monotonic() - started_s >= stop_after_s:
                 break

@@ -43,6 +43,14 @@ def test_long_work_speaks_while_a_single_call_blocks_and_sums_up_at_the_end() ->
     assert lines[-1].endswith("done")
 
 
+def test_work_that_goes_on_estimates_what_is_left_from_its_own_pace() -> None:
+    progress = Progress("sweep", total=300, done=200, stream=io.StringIO())
+    progress._start_s -= 10.0
+    assert re.match(r"sweep: 200/300 steps, 10\.\d s$", progress.line())  # no pace yet
+    progress.advance(20)
+    assert re.match(r"sweep: 220/300 steps, 10\.\d s \(about 40 s left\)$", progress.line())
+
+
 def test_work_that_fails_is_not_called_done() -> None:
     out = io.StringIO()
     progress = Progress("sweep", stream=out, quiet_s=0.0)
