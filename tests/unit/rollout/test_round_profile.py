@@ -8,6 +8,7 @@ import torch
 
 from controller.types import PassSeconds, RoundFacts
 from drafters.config import DrafterConfig
+from drafters.registry import build
 from drafters.w4 import W4Drafter
 from drafters.wavefront import WavefrontDrafter
 from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
@@ -17,7 +18,7 @@ from rollout.engine.native.rows import RowBatch
 from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_native import Planner, ar_plan, fixed_plan, requests_for, tiny_engine
 from rollout.tracking.reduce import RolloutPool
-from rollout.tracking.time_parts import CHOICE, DRAFTING, FORWARD, OTHER, time_parts
+from rollout.tracking.time_parts import CHOICE, DRAFTING, FORWARD, OTHER, drafting_parts, time_parts
 
 needs_kernels = pytest.mark.skipif(compiled_unavailable() is not None, reason=str(compiled_unavailable()))
 SPLIT = {"linears", "attention", "head", "norms"}
@@ -90,6 +91,30 @@ def test_a_round_all_in_lanes_is_drafting_and_tells_of_no_forward_it_did_not_run
         draft = facts.draft_pass
         assert draft is not None
         assert 0 < draft.forward_s < draft.forward_s + draft.choose_s <= facts.draft_s
+
+
+@needs_kernels
+def test_what_drafting_consists_of_sums_to_it_whatever_drafts() -> None:
+    looped, config = tiny_looped_policy(), DrafterConfig()
+    engines = {
+        "w4": _drafting_engine(),
+        "wavefront": tiny_engine(looped, [WavefrontDrafter(config)], compiled=True),
+        "shallow_loop_1": tiny_engine(looped, [build("shallow_loop_1", config)], compiled=True),
+    }
+    for name, engine in engines.items():
+        drafted = [f for f in _facts(engine, fixed_plan(name, 3)) if f.draft_pass is not None]
+        assert drafted, name
+        for facts in drafted:
+            parts = drafting_parts(facts)
+            assert set(parts) == SPLIT | {CHOICE, OTHER}
+            assert sum(parts.values()) == pytest.approx(facts.draft_s, abs=1e-9)
+            assert all(seconds >= 0 for seconds in parts.values())
+            assert parts["linears"] > 0
+
+
+def test_drafting_without_a_model_is_pythons(torch_facts: list[RoundFacts]) -> None:
+    for facts in torch_facts:
+        assert drafting_parts(facts) == {OTHER: facts.draft_s}
 
 
 @needs_kernels
