@@ -199,7 +199,9 @@ class Plot:
 
 def number(value: float) -> str:
     """Return a number as short as its size allows."""
-    if value == 0 or 1 <= abs(value) < 100000:
+    if 1000 <= abs(value) < 100000:
+        return f"{value:.0f}"
+    if value == 0 or 1 <= abs(value) < 1000:
         return f"{value:.4g}"
     return f"{value:.2g}"
 

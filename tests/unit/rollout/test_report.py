@@ -33,7 +33,7 @@ from rollout.report.statistics import quantile, wilson, wilson_of_blocks
 from rollout.report.steps import makespan, makespan_by_step, mismatch, updates
 from rollout.report.stretches import ENOUGH_TRIALS, stretches
 from rollout.report.summary import summary_row
-from rollout.report.svg import Axis, axis_over
+from rollout.report.svg import Axis, axis_over, number
 from rollout.report.time_split import MOST_ROWS, time_split
 from rollout.service.records import RoundRecord
 from rollout.tracking.jsonl import JsonlTracker
@@ -646,6 +646,11 @@ def test_a_damaged_summary_or_settings_file_is_named(run_dir: Path, name: str) -
     (run_dir / name).write_text("{")
     with pytest.raises(JournalError, match=name):
         read_journal(run_dir)
+
+
+def test_numbers_are_short_and_thousands_are_written_out() -> None:
+    found = [number(v) for v in (0.0, 0.000123456, 0.25, 12.5, 999.94, 1000.4, 10000.0, 2.5e6)]
+    assert found == ["0", "0.00012", "0.25", "12.5", "999.9", "1000", "10000", "2.5e+06"]
 
 
 def test_an_axis_of_few_values_names_those_and_no_others() -> None:
