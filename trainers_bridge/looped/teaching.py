@@ -230,7 +230,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="the JSON written")
     parser.add_argument("--policy", default="looped")
-    parser.add_argument("--weights", type=_weight, nargs="+", default=[0.0, 0.3, 1.0], help="of the distillation")
+    parser.add_argument(
+        "--weights", type=_weight, nargs="+", default=[0.0, 0.3, 1.0], help="of the distillation"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--learning-rate", type=float, default=default.learning_rate)
