@@ -9,7 +9,7 @@ class DrafterConfig:
     """Which drafters exist in an engine, and how they are built."""
 
     names: tuple[str, ...] = ("w4", "history")
-    """From ``drafters.registry.BUILDERS``; the controller chooses among them."""
+    """From ``drafters/registry.py``; the controller chooses among them."""
 
     max_gamma: int = 8
     w4_group: int = 32

@@ -127,11 +127,12 @@ def contradiction(engine: Engine, calibration: Calibration) -> str:
 
 def _points(engine: Engine, shapes: Mapping[str, PartShape], config: ControllerConfig) -> list[SweepPoint]:
     traits = engine.traits
+    longest = max((drafter.max_gamma for drafter in traits.drafters), default=1)
     return sweep_plan(
         shapes,
         traits.max_batch,
         max_context_tokens=max(8, min(512, traits.max_context_tokens // 2)),
-        max_gamma=max(config.gammas),
+        max_gamma=min(max(config.gammas), longest),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from controller.types import POLICY, PartShape
-from drafters.registry import SHALLOW_LOOPS
+from drafters.registry import member
 from rollout.bench.summary import Totals
 
 LAW_WITHIN = 0.15
@@ -160,7 +160,7 @@ def deep_of(drafter: str) -> str:
 
 def depth_of(drafter: str) -> int:
     """Return the loops a shallow drafter runs; 0 for every other."""
-    return SHALLOW_LOOPS.index(drafter) + 1 if drafter in SHALLOW_LOOPS else 0
+    return member(drafter)[1]
 
 
 def ideal_speedup(drafter: str, gamma: int, work: RoundWork, shape: PartShape, loops: int) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from drafters.registry import SHALLOW_LOOPS
+from drafters.registry import member
 from drafters.wavefront import WAVEFRONT
 from rollout.bench.pairing import PairedRatio
 from rollout.evaluation.cost_law import LAW_WITHIN, PASSES_WITHIN, LaneLaw, Prediction
@@ -47,11 +47,11 @@ def goals_of(measured: Measured) -> list[Goal]:
     """Return the goals of a spot of a looped policy; without any pair a goal is undecided."""
     goals = []
     families = (
-        ("shallow_loop", frozenset(SHALLOW_LOOPS), SHALLOW_OVER_AR),
-        (WAVEFRONT, frozenset({WAVEFRONT}), WAVEFRONT_OVER_AR),
+        ("shallow_loop", SHALLOW_OVER_AR),
+        (WAVEFRONT, WAVEFRONT_OVER_AR),
     )
-    for family, members, by_concurrency in families:
-        arms = [arm for arm, drafter in measured.drafters.items() if drafter in members]
+    for family, by_concurrency in families:
+        arms = [arm for arm, drafter in measured.drafters.items() if member(drafter)[0] == family]
         wanted = by_concurrency.get(measured.spot.concurrency)
         if wanted is not None and arms:
             goals.append(_speed(measured, family, arms, wanted))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import LOOPED_ONLY
 from drafters.registry import build as build_drafter
+from drafters.registry import least_loops
 from rollout.config import EngineConfig
 from rollout.engine.chooser_torch import TorchChooser
 from rollout.engine.law_check import Law, Prefix, ar_law
@@ -104,7 +104,7 @@ def law_findings(
     )
     teacher = _engine(policy, [], config)
     for name in drafters:
-        if name not in LOOPED_ONLY and name != "w4":
+        if least_loops(name) == 1 and name != "w4":
             continue  # there is nothing to copy in texts of four tokens
         engine = _engine(policy, [name], config)
         for kind, params in FILTERS.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import LOOPED_ONLY, SHALLOW_LOOPS
+from drafters.registry import least_loops, shallow_loops
 from drafters.wavefront import WAVEFRONT
 from rollout.bench.arms import EngineArms
 from rollout.bench.grids import open_arms, resolved_engine
@@ -23,6 +23,9 @@ from rollout.job_config import EvaluateConfig, JobConfig
 from rollout.policy.source import Policy, load_policy
 
 DENSE = ("w4", "history")
+
+USUAL_DEPTHS = 3
+"""Depths of ``shallow_loop`` evaluated where none are named; the deeper ones of a deep policy are by name."""
 
 TIMED_CONTEXT_TOKENS = 128
 """Forwards are timed at contexts below this, however short the texts are."""
@@ -53,7 +56,7 @@ class Subject:
     @property
     def reusing(self) -> list[DraftWay]:
         """Ways in which drafts reuse what they compute."""
-        return [way for way in self.ways if way.drafter in LOOPED_ONLY]
+        return [way for way in self.ways if least_loops(way.drafter) > 1]
 
     @property
     def ways_set(self) -> list[DraftWay]:
@@ -133,17 +136,22 @@ def drafters_of(loops: int, drafter: DrafterConfig, config: EvaluateConfig) -> t
 
     Raises ``ConfigError`` for one that such a policy cannot have.
     """
-    able = {name: depth < loops for depth, name in enumerate(SHALLOW_LOOPS, start=1)}
-    able[WAVEFRONT] = drafter.wavefront_depth < loops
+
+    def can(name: str) -> bool:
+        least = drafter.wavefront_depth + 1 if name == WAVEFRONT else least_loops(name)
+        return loops >= least
+
     if len(set(config.drafters)) < len(config.drafters):
         raise ConfigError(f"evaluate.drafters must name each drafter once, got {list(config.drafters)}")
-    unable = [name for name in config.drafters if not able.get(name, True)]
+    unable = [name for name in config.drafters if not can(name)]
     if unable:
         said = f"a policy of {loops} loops" if loops > 1 else "a policy that runs its block once"
         raise ConfigError(f"evaluate.drafters: {said} has no {', '.join(unable)}")
     if config.drafters:
         return config.drafters
-    return tuple(name for name, can in able.items() if can) if loops > 1 else DENSE
+    if loops == 1:
+        return DENSE
+    return tuple(filter(can, (*shallow_loops(loops)[:USUAL_DEPTHS], WAVEFRONT)))
 
 
 def most_new_tokens(config: EvaluateConfig, *, positions: int) -> int:

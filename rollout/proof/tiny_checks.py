@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS, LOOPED_ONLY
 from drafters.registry import build as build_drafter
+from drafters.registry import names_for
 from rollout.config import EngineConfig
 from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.engine.native.engine import NativeEngine
@@ -45,7 +45,7 @@ PLAIN = Steering(plan=ar_plan)
 
 def drafters_for(policy: TinyPolicy) -> list[str]:
     """Return every registered drafter that can be built from the policy."""
-    return sorted(name for name in BUILDERS if policy.spec.loops > 1 or name not in LOOPED_ONLY)
+    return list(names_for(policy.spec.loops))
 
 
 def engine_for(policy: TinyPolicy, *, drafters: bool = True, max_batch: int = 12) -> NativeEngine:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS, LOOPED_ONLY, build
+from drafters.registry import build, names_for
 from drafters.testing import FailingDrafter, ScriptedDrafter
 from drafters.types import Drafter, DraftRequest
 from rollout.config import EngineConfig
@@ -33,15 +33,15 @@ from rollout.types import Request, SamplingParams
 
 pytestmark = pytest.mark.lossless
 
-DENSE = sorted(set(BUILDERS) - LOOPED_ONLY)
-"""Drafters of a policy whose block runs once; a looped one takes all there are."""
+DENSE, LOOPED = names_for(1), names_for(4)
+"""Drafters of a policy whose block runs once, and of one that runs it four times."""
 
 KINDS = [pytest.param(False, id="float64"), pytest.param(True, id="compiled")]
 
 
 def _drafters(compiled: bool) -> list[Drafter]:
     config = DrafterConfig(w4_kernel="auto" if compiled else "torch")
-    return [build(name, config) for name in BUILDERS]
+    return [build(name, config) for name in LOOPED]
 
 
 def _engine(
@@ -104,7 +104,7 @@ def test_texts_are_those_of_plain_decoding_whatever_kernel_drafts(kernel: str) -
 
 
 @pytest.mark.parametrize("compiled", KINDS)
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", LOOPED)
 def test_a_looped_policy_gives_the_text_of_plain_decoding_with_every_drafter(
     name: str, compiled: bool
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_looped_policy_gives_the_text_of_plain_decoding_with_every_drafter(
     assert sum(c.provenance.drafted for c in done.values() if c.provenance) > 0 or name == "history"
 
 
-@pytest.mark.parametrize("name", sorted(LOOPED_ONLY))
+@pytest.mark.parametrize("name", sorted(set(LOOPED) - set(DENSE)))
 def test_a_policy_whose_block_runs_once_has_drafters_made_of_loops_off_and_decodes_plainly(name: str) -> None:
     policy = tiny_policy()
     requests = _requests(policy)[:3]

@@ -20,7 +20,7 @@ import torch
 
 from controller.types import Assignment, RoundFacts, RoundLoad, RoundPlan
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS, build
+from drafters.registry import build, shallow_loops
 from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.committer import Committer
@@ -215,7 +215,7 @@ class CellPlan:
             self.seen[gamma, wrong_at] += told.gamma == gamma
 
 
-@pytest.mark.parametrize("drafter", SHALLOW_LOOPS)
+@pytest.mark.parametrize("drafter", shallow_loops(4))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_after_each_rejection_position_of_each_draft_length_all_planes_are_plain_decodings(
     setting: Setting, drafter: str

@@ -16,7 +16,7 @@ from controller.config import ControllerConfig
 from controller.decide import build_controller
 from controller.types import RoundFacts
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS, build
+from drafters.registry import build, shallow_loops
 from drafters.types import DraftChain, DraftModel, DraftRequest, DraftStep
 from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
@@ -47,9 +47,10 @@ from rollout.types import Completion, Request, SamplingParams
 pytestmark = pytest.mark.lossless
 
 KINDS = [pytest.param(False, id="float64"), pytest.param(True, id="compiled")]
-LOOPED = (*SHALLOW_LOOPS, WAVEFRONT)
+SHALLOW = shallow_loops(4)
+LOOPED = (*SHALLOW, WAVEFRONT)
 WAYS: Mapping[str, Callable[[], Planner]] = {
-    "shallow loops": lambda: random_plan(SHALLOW_LOOPS, max_gamma=5, seed=5),
+    "shallow loops": lambda: random_plan(SHALLOW, max_gamma=5, seed=5),
     "wavefront": lambda: fixed_plan(WAVEFRONT, 8),
     "both": lambda: random_plan(LOOPED, max_gamma=5, seed=6),
 }

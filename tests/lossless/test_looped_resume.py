@@ -13,7 +13,7 @@ import pytest
 from controller.config import ControllerConfig
 from controller.decide import build_controller
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS, build
+from drafters.registry import build, shallow_loops
 from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
@@ -37,7 +37,7 @@ from rollout.types import Completion, Request, SamplingParams, TokenRecord
 
 pytestmark = pytest.mark.lossless
 
-LOOPED = (*SHALLOW_LOOPS, WAVEFRONT)
+LOOPED = (*shallow_loops(4), WAVEFRONT)
 CASES = [
     *(pytest.param(name, True, id=f"{name}, compiled") for name in LOOPED),
     *(pytest.param(name, False, id=f"{name}, float64") for name in ("shallow_loop_2", WAVEFRONT)),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from controller.types import AR, RoundFacts, RoundPlan
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS, build
+from drafters.registry import build, shallow_loops
 from drafters.types import Drafter, DraftError, DraftModel, DraftRequest, DraftStep, PolicyView, Proposal
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.lossless
 
 LOOPS = 4
 DEPTHS = (1, 2, 3)
-NAMES = SHALLOW_LOOPS
+NAMES = shallow_loops(LOOPS)
 KINDS = [pytest.param(False, id="float64"), pytest.param(True, id="compiled")]
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=14, ignore_eos=True)
@@ -101,6 +101,17 @@ def test_native_and_speculative_are_one_text(
         assert 0 < accepted < drafted
         # One row per draft is fed to draft the next, and all of those are gone on from.
         assert engine.gauges()["engine/reused_row_loops"] == depth * drafted
+
+
+@pytest.mark.parametrize("depth", [4, 6])
+def test_a_deep_policy_has_a_draft_for_every_depth_below_its_own(depth: int) -> None:
+    policy, name = tiny_looped_policy(loops=7, layers=1), f"shallow_loop_{depth}"
+    requests = requests_for(vocab=48, prompts=4, params=MIXED_PARAMS, seed=3)
+    engine = engine_of(policy, drafters_of([name], True), compiled=True)
+    done = run_engine(engine, requests, fixed_plan(name, 3))
+    assert texts(done) == plain(policy, requests, compiled=True)
+    drafted = sum(c.provenance.drafted for c in done.values() if c.provenance)
+    assert engine.gauges()["engine/reused_row_loops"] == depth * drafted > 0
 
 
 def test_deeper_loops_draft_better(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import BUILDERS, build
+from drafters.registry import build, check_names, least_loops, names_for, shallow_loops
 from drafters.testing import FailingDrafter, ScriptedDrafter, continue_from, in_order
 from drafters.types import Drafter, DraftError, DraftRequest
 
@@ -13,7 +13,7 @@ def request(tokens: list[int], *, gamma: int, key: int = 0) -> DraftRequest:
     return DraftRequest(key=key, tokens=tokens, prompt_tokens=1, gamma=gamma, prompt_uid="p")
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", [*names_for(4), "shallow_loop_23"])
 def test_every_registered_drafter_carries_its_name_and_offers_nothing_before_a_build(name: str) -> None:
     drafter: Drafter = build(name, DrafterConfig(max_gamma=5))
     assert (drafter.name, drafter.drafter_version, drafter.max_gamma) == (name, -1, 5)
@@ -22,13 +22,29 @@ def test_every_registered_drafter_carries_its_name_and_offers_nothing_before_a_b
 
 
 def test_every_default_name_is_registered() -> None:
-    assert set(DrafterConfig().names) <= set(BUILDERS)
+    check_names(DrafterConfig().names)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    known = ", ".join(sorted(BUILDERS))
+    known = "history, shallow_loop_1 to shallow_loop_255, w4, wavefront"
     with pytest.raises(ValueError, match=rf"unknown drafter 'w5'; known: {known}"):
         build("w5", DrafterConfig())
+
+
+@pytest.mark.parametrize("depth", ["", "0", "01", "-1", "1.5", "256", "1000", "1_1", "x"])
+def test_what_is_no_depth_of_a_family_is_an_unknown_name(depth: str) -> None:
+    with pytest.raises(ValueError, match=rf"drafter\.names: unknown drafter 'shallow_loop_{depth}'"):
+        build(f"shallow_loop_{depth}", DrafterConfig())
+
+
+def test_a_policy_can_have_a_shallow_loop_for_every_depth_below_its_own() -> None:
+    assert names_for(1) == ("history", "w4")
+    assert names_for(2) == ("history", "shallow_loop_1", "w4", "wavefront")
+    assert shallow_loops(1) == ()
+    deepest = shallow_loops(256)
+    check_names(deepest)
+    assert [least_loops(name) for name in deepest] == list(range(2, 257))
+    assert {least_loops(name) for name in names_for(1)} == {1}
 
 
 def test_a_script_can_force_k_accepted_then_a_rejection() -> None:

@@ -248,7 +248,10 @@ def test_a_drafter_that_does_not_exist_is_refused_before_anything_is_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([command, f"{setting}=[w5]"]) == MISUSED
-    assert f"{setting}: unknown drafter 'w5'; known: history, shallow_loop_1, " in capsys.readouterr().err
+    assert (
+        f"{setting}: unknown drafter 'w5'; known: history, shallow_loop_1 to shallow_loop_255, "
+        in capsys.readouterr().err
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -297,7 +300,7 @@ def test_the_door_to_the_trainers_names_what_is_missing() -> None:
 def test_an_experiment_makes_several_choices_and_what_is_asked_beside_it_wins() -> None:
     job = compose_job("run", ["experiment=looped"])
     assert job.policy.source == "looped"
-    assert job.drafter.names == ("shallow_loop_1", "shallow_loop_2", "wavefront", "history")
+    assert job.drafter.names == ("shallow_loop_2", "shallow_loop_3", "wavefront", "history")
     assert (job.task["kind"], job.controller.kind) == ("exercises", "auto")
     assert job.trainer["loop_distillation_weight"] > 0
     other = compose_job("run", ["experiment=looped", "drafter=none", "trainer.steps=3", "seed=4"])

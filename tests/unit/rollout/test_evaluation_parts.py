@@ -285,7 +285,16 @@ def test_a_policy_is_evaluated_with_the_drafters_it_can_have() -> None:
     config, drafter = EvaluateConfig(), DrafterConfig()
     assert drafters_of(1, drafter, config) == ("w4", "history")
     assert drafters_of(3, drafter, config) == ("shallow_loop_1", "shallow_loop_2", "wavefront")
+    assert drafters_of(24, drafter, config) == (
+        "shallow_loop_1",
+        "shallow_loop_2",
+        "shallow_loop_3",
+        "wavefront",
+    )
     assert drafters_of(1, drafter, EvaluateConfig(drafters=("w4",))) == ("w4",)
+    assert drafters_of(9, drafter, EvaluateConfig(drafters=("shallow_loop_8",))) == ("shallow_loop_8",)
+    with pytest.raises(ConfigError, match=r"evaluate\.drafters: a policy of 8 loops has no shallow_loop_8"):
+        drafters_of(8, drafter, EvaluateConfig(drafters=("shallow_loop_8",)))
     with pytest.raises(
         ConfigError, match=r"evaluate\.drafters: a policy that runs its block once has no wave"
     ):

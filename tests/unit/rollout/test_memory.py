@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.config import DrafterConfig
-from drafters.registry import LOOPED_ONLY, SHALLOW_LOOPS, build
+from drafters.registry import build, least_loops, names_for, shallow_loops
 from drafters.w4 import W4Drafter
 from rollout.bench.memory import LARGEST_RATIO, MemoryUse, MemoryWork, memory_of_child
 from rollout.config import EngineConfig, PolicyConfig
@@ -52,7 +52,7 @@ def test_every_weight_of_a_looped_policy_is_counted_once_whoever_reads_it(compil
     """Its loops are one block, and its drafters' loops and heads are its own; ``w4`` alone keeps a copy."""
     policy = tiny_looped_policy()
     w4 = W4Drafter(DrafterConfig(w4_head_bits=16))
-    shared = [build(name, DrafterConfig()) for name in (*LOOPED_ONLY, "history")]
+    shared = [build(name, DrafterConfig()) for name in names_for(4) if name != "w4"]
     engine = tiny_engine(policy, [w4, *shared], compiled=compiled)
     memory = engine.memory()
     if compiled:
@@ -63,16 +63,16 @@ def test_every_weight_of_a_looped_policy_is_counted_once_whoever_reads_it(compil
         assert memory.weights == sum(sizes.values())
     else:
         assert memory.weights == 8 * sum(t.numel() for t in policy.state.values())
-    assert {d.name: d.held_bytes for d in shared} == dict.fromkeys((*LOOPED_ONLY, "history"), 0)
+    assert {d.name: d.held_bytes for d in shared} == dict.fromkeys([d.name for d in shared], 0)
     assert memory.drafters == w4.held_bytes == sum(linear.weight_bytes for linear in w4.linears.values())
-    assert all(d.weight_bytes > 0 for d in shared if d.name in LOOPED_ONLY), "their passes do read"
+    assert all(d.weight_bytes > 0 for d in shared if least_loops(d.name) > 1), "their passes do read"
 
 
 @needs_kernels
 def test_scratch_that_drafters_share_with_the_policy_is_counted_once() -> None:
     policy = tiny_looped_policy()
     scratch = []
-    for names in ((), SHALLOW_LOOPS):
+    for names in ((), shallow_loops(4)):
         engine = tiny_engine(policy, [build(name, DrafterConfig()) for name in names], compiled=True)
         for request in requests_for(vocab=48, prompts=2):
             engine.add(request)

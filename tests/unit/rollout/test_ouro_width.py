@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS, build
+from drafters.registry import build, shallow_loops
 from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
@@ -35,7 +35,7 @@ SPEC = replace(
 )
 """ByteDance/Ouro-1.4B as its ``config.json`` has it, but for 24 layers, 49152 tokens and the rotary base."""
 
-LOOPED = (*SHALLOW_LOOPS, WAVEFRONT)
+LOOPED = (*shallow_loops(4), WAVEFRONT)
 GAMMA = 3
 
 LOGIT_TOLERANCE = 6e-3

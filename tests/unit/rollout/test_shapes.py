@@ -4,13 +4,13 @@ import pytest
 
 from controller.types import POLICY
 from drafters.config import DrafterConfig
-from drafters.registry import SHALLOW_LOOPS, build
+from drafters.registry import build, shallow_loops
 from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_looped import CountingDecoder
 from rollout.testing_native import tiny_decoder, tiny_engine
 
 LOOPS = 4
-NAMES = SHALLOW_LOOPS
+NAMES = shallow_loops(LOOPS)
 
 
 def test_a_shallow_draft_costs_its_loops_and_the_head_and_leaves_its_loops_done() -> None:
