@@ -2,11 +2,12 @@
 
 The sweep itself is run by whoever owns the engine. A part's forward of R rows over its sequences is
 
-    max(bytes / bandwidth, flops / rate) + overhead + overhead_per_row * R
+    max(weight bytes / bandwidth, flops of linears / rate)
+    + context_factor * max(KV bytes / bandwidth, flops of attention / rate)
+    + overhead + overhead_per_row * R
 
-with bytes = weights + context_factor * KV read once per sequence, and flops = rows' linears +
-context_factor * attention of every row. The policy's bandwidth and rate are the machine's; a drafter's
-differ by its kernels and are fitted on their own.
+where keys and values are read once per sequence and every row computes its own attention. The policy's
+bandwidth and rate are the machine's; a drafter's differ by its kernels and are fitted on their own.
 """
 
 import json
@@ -25,7 +26,7 @@ Floats = NDArray[np.float64]
 OTHER = "other"
 """Part name of samples that time a round minus its forwards: plan, choose, commit."""
 
-CALIBRATION_FORMAT = 2
+CALIBRATION_FORMAT = 3
 """Raised when the meaning of a stored field changes; an older file is then refused, not guessed at."""
 
 BANDWIDTH_RANGE = (1e7, 1e14)
@@ -240,16 +241,16 @@ def _predict(log_params_S5: Floats, terms_N5: Floats) -> tuple[Floats, Floats]:
     """Return per set of log parameters the seconds (S, N) and how their logarithms change (S, N, 5)."""
     bandwidth, rate, context, base, per_row = np.exp(log_params_S5).T[:, :, None]
     weight_bytes, kv_bytes, row_flops, attention_flops, rows = terms_N5.T[:, None, :]
-    moved_s = (weight_bytes + context * kv_bytes) / bandwidth
-    maths_s = (row_flops + context * attention_flops) / rate
+    weights_s, rows_s = weight_bytes / bandwidth, row_flops / rate
+    read_s, attend_s = context * kv_bytes / bandwidth, context * attention_flops / rate
+    linears_s, attention_s = np.maximum(weights_s, rows_s), np.maximum(read_s, attend_s)
     overhead_s = per_row * rows
-    seconds = np.maximum(moved_s, maths_s) + base + overhead_s
-    moves = moved_s >= maths_s
-    by_context = context * np.where(moves, kv_bytes / bandwidth, attention_flops / rate)
+    seconds = linears_s + attention_s + base + overhead_s
+    linears_move, attention_moves = weights_s >= rows_s, read_s >= attend_s
     slopes = [
-        np.where(moves, -moved_s, 0.0),
-        np.where(moves, 0.0, -maths_s),
-        by_context,
+        -np.where(linears_move, weights_s, 0.0) - np.where(attention_moves, read_s, 0.0),
+        -np.where(linears_move, 0.0, rows_s) - np.where(attention_moves, 0.0, attend_s),
+        attention_s,
         np.broadcast_to(base, seconds.shape),
         overhead_s,
     ]

@@ -23,9 +23,9 @@ class ControllerConfig:
     third of the policy and is accepted nine times in ten."""
 
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-    """Longest drafts ``auto`` may plan for a round, ascending; one sequence may get fewer, and no drafter more
-    than its ``max_gamma``: lengths beyond that cost no thought. The compiled forward leaves its free rows at
-    about 12; nearly whole policies, as ``shallow_loop`` of all loops but one, still gain by 16."""
+    """Longest drafts ``auto`` may plan for a round, ascending; one sequence may get fewer, and none more than
+    its drafter's ``max_gamma``: lengths beyond that cost no thought. The compiled forward leaves its free
+    rows at about 12; drafters that are nearly the policy, as all its loops but one are, still gain by 16."""
 
     threshold_batch: int = 8
     """``threshold`` and ``ladder`` speculate from the first round with at most this many sequences."""

@@ -1,11 +1,12 @@
 """What a round costs: the roofline of every part, kept true by the rounds themselves.
 
-A forward of a part is max(bytes / bandwidth, flops / rate) + overhead(rows). Rows of one sequence read
-its keys once (bytes) but each computes its own attention (flops). Two machine parameters, bandwidth and
-rate, are followed online, each by the policy's forwards that it bounds. A drafter that is dearer or cheaper
-than calibrated beside that has a factor of its own, learnt where both speak of the same parameter. What stays
-wrong for one shape goes to a residual table, so that plain and speculative rounds stay comparable. A
-calibration wrong by a factor of two, in any of the three ways, is corrected within about a hundred rounds.
+A forward of a part is the linears' max(bytes / bandwidth, flops / rate), plus attention's, plus
+overhead(rows): see ``roofline.py``. Rows of one sequence read its keys once (bytes) but each computes its own
+attention (flops). Two machine parameters, bandwidth and rate, are followed online, each by the policy's
+forwards that are bound by it for the most part. A drafter that is dearer or cheaper than calibrated beside
+that has a factor of its own, learnt where both speak of the same parameter. What stays wrong for one shape
+goes to a residual table, so that plain and speculative rounds stay comparable. A calibration wrong by a
+factor of two, in any of the three ways, is corrected within about a hundred rounds.
 """
 
 import math
@@ -19,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.calibration import Calibration, PartFit
+from controller.calibration import Calibration
 from controller.config import ControllerConfig
 from controller.reuse import NOTHING_REUSED, Reused, reused_by, shares_of
-from controller.tracking import FactorTracker, LineTracker, ResidualTable
+from controller.roofline import STEPS_ROWS, Part
+from controller.tracking import FactorTracker, LineTracker
 from controller.trust import Timing
 from controller.types import (
     AR,
@@ -40,17 +42,6 @@ Floats = NDArray[np.float64]
 LEAST_MAIN_FRAC = 0.2
 """A forward faster than its own overhead still tells the machine is no more than this much faster."""
 
-
-COMMON_EVERY = 8
-"""Forwards of a part after which what its cells have in common is moved to the factor beside them. Rounds fix
-only their product: unheeded, noise would carry the two apart without end, and shapes not seen with one."""
-
-COMMON_SHARE = 0.25
-"""How much of it is moved at once, so that what learns from either sees no jump."""
-
-KNEE_RATIO = 1.25
-"""How far moving and computing must lie apart for a forward of the policy to tell which of them it speaks of.
-Nearer, a change of one shows as the other's, and a drafter would take the difference for its own."""
 
 SPEAKS_FRAC = 0.5
 """Share of a drafter's calibrated time that must be moving or computing for it to speak of the machine. Where
@@ -89,39 +80,6 @@ STEPS_LIMIT = 0.25
 LEAST_STEPS = 4
 """Row counts measured below which no steps are read off: that many are the roofline's own parameters."""
 
-STEPS_ROWS = 4096
-"""Row counts beyond share the last correction."""
-
-
-class _Part:
-    """One part's calibrated roofline."""
-
-    def __init__(self, shape: PartShape, fit: PartFit, *, quantile: float, window: int) -> None:
-        self.weight_s = shape.weight_bytes / fit.bandwidth_bytes_per_s
-        self.read_s = fit.context_factor * shape.kv_bytes_per_token / fit.bandwidth_bytes_per_s
-        self.row_s = shape.flops_per_row / fit.flops_per_s
-        self.context_s = fit.context_factor * shape.flops_per_context_token / fit.flops_per_s
-        self.base_s, self.per_row_s = fit.overhead_s, fit.overhead_s_per_row
-        self.steps_R = np.ones(STEPS_ROWS + 1)
-        """By rows, what the roofline is multiplied by: kernels take rows in tiles, so cost has steps."""
-        self.residuals = ResidualTable(quantile=quantile)
-        self._since_common = 0
-        self.own = FactorTracker(quantile=quantile, window=window)
-        """How much slower it is than calibrated beside the machine; the policy's is the machine's by
-        definition and never moves."""
-
-    def step(self, rows: float) -> float:
-        """Return what the roofline of so many rows is multiplied by."""
-        return float(self.steps_R[min(STEPS_ROWS, round(rows))])
-
-    def share_common(self, factor: FactorTracker, bound: int | None) -> None:
-        """Move what the cells under a factor have in common to it, now and then and by and by."""
-        self._since_common += 1
-        if self._since_common >= COMMON_EVERY:
-            self._since_common = 0
-            moved = factor.shift(COMMON_SHARE * self.residuals.common(bound))
-            self.residuals.shift(-moved, bound)
-
 
 class CostModel:
     """Seconds of rounds on one machine. Owned by one controller; nothing else changes it."""
@@ -133,7 +91,7 @@ class CostModel:
         if POLICY not in shapes:
             raise ValueError(f"no shape of {POLICY!r}")
         quantile, window = config.cost_quantile, config.cost_window_rounds
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Part] = {}
         self._free: dict[str, LineTracker] = {}
         for name, shape in shapes.items():
             if name != POLICY and shape.rows_per_draft_token == 0:
@@ -141,7 +99,7 @@ class CostModel:
             elif name not in calibration.parts:
                 raise ValueError(f"calibration {calibration.key!r} has no part {name!r}; calibrate again")
             else:
-                self._parts[name] = _Part(shape, calibration.parts[name], quantile=quantile, window=window)
+                self._parts[name] = Part(shape, calibration.parts[name], quantile=quantile, window=window)
         self._reuse = {AR: 0.0, **{name: shape.reuse_frac for name, shape in shapes.items()}}
         self._reuses = any(self._reuse.values())
         self._bandwidth = FactorTracker(quantile=quantile, window=window)
@@ -200,15 +158,6 @@ class CostModel:
         """Return the share of the policy's forward that a row it drafted from leaves done."""
         return self._reuse[drafter]
 
-    def _bounds(
-        self, part: _Part, rows: float, read_tokens: float, context_tokens: float
-    ) -> tuple[float, float]:
-        """Return calibrated seconds of moving and of computing."""
-        return (
-            part.weight_s + part.read_s * read_tokens,
-            part.row_s * rows + part.context_s * context_tokens,
-        )
-
     def forward_s(
         self, name: str, *, rows: int, sequences: int, read_tokens: float, context_tokens: float
     ) -> float:
@@ -217,10 +166,11 @@ class CostModel:
         ``read_tokens`` is the context of its sequences, each counted once; ``context_tokens`` counts it
         once per row. Raises ``KeyError`` for a part that runs no model.
         """
-        part = self._parts[name]
-        moved_s, maths_s = self._bounds(part, rows, read_tokens, context_tokens)
-        main_s = max(moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown) * part.own.slowdown
-        raw_s = main_s + part.base_s + part.per_row_s * rows
+        part, bandwidth, rate = self._parts[name], self._bandwidth.slowdown, self._rate.slowdown
+        main_s = sum(
+            [max(m * bandwidth, c * rate) for m, c in part.stages(rows, read_tokens, context_tokens)]
+        )
+        raw_s = main_s * part.own.slowdown + part.overhead_s(rows)
         return raw_s * part.step(rows) * part.residuals.factor(rows, sequences)
 
     def verify_s(
@@ -270,19 +220,23 @@ class CostModel:
     ) -> Floats:
         """Return seconds of policy forwards that differ in rows and context only."""
         part = self._parts[POLICY]
-        moved_s = (part.weight_s + part.read_s * read_tokens) * self._bandwidth.slowdown
-        slow = self._rate.slowdown
-        maths_s_N = rows_N * (part.row_s * slow) + context_N * (part.context_s * slow)
-        raw_N = np.maximum(maths_s_N, moved_s) + (rows_N * part.per_row_s + part.base_s)
+        bandwidth, rate = self._bandwidth.slowdown, self._rate.slowdown
+        linears_s_N = np.maximum(rows_N * (part.row_s * rate), part.weight_s * bandwidth)
+        attention_s_N = np.maximum(context_N * (part.context_s * rate), part.read_s * read_tokens * bandwidth)
+        raw_N = linears_s_N + attention_s_N + (rows_N * part.per_row_s + part.base_s)
         steps_N = part.steps_R.take(rows_N, mode="clip")
         return np.asarray(raw_N * steps_N * part.residuals.factors(rows_N, sequences))
 
     def least_row_s(self, *, rows: int, read_tokens: float, context_tokens: float) -> float:
-        """Return what one more policy row costs at least, before residuals: 0 flops while memory-bound."""
-        part = self._parts[POLICY]
-        moved_s, maths_s = self._bounds(part, rows, read_tokens, context_tokens)
-        bound = maths_s * self._rate.slowdown >= moved_s * self._bandwidth.slowdown
-        return part.per_row_s + (part.row_s * self._rate.slowdown if bound else 0.0)
+        """Return what one more policy row costs at least, before residuals: 0 flops of linears, or of
+        attention, while memory-bound. Its context is taken to be the batch's mean."""
+        part, bandwidth, rate = self._parts[POLICY], self._bandwidth.slowdown, self._rate.slowdown
+        more = part.stages(1.0, 0.0, context_tokens / rows)
+        now = part.stages(rows, read_tokens, context_tokens)
+        bound_s = sum(
+            [grows[1] for grows, (m, c) in zip(more, now, strict=True) if c * rate >= m * bandwidth]
+        )
+        return part.per_row_s + bound_s * rate
 
     def plain_s(self, sequences: int, *, read_tokens: float) -> float:
         """Return seconds of a round in which every sequence decodes plainly."""
@@ -476,35 +430,40 @@ class CostModel:
         heard: list[bool],
         rows: float | None = None,
     ) -> None:
-        """Correct the parameter that bounds this forward, then the residual of its shape."""
+        """Correct the parameter that bounds most of this forward, then the residual of its shape."""
         part = self._parts[name]
         rows = float(shape[0]) if rows is None else rows
-        moved_s, maths_s = self._bounds(part, rows, *tokens)
+        bounding = part.bounding(rows, *tokens, self._bandwidth.slowdown, self._rate.slowdown)
         seconds /= part.step(rows)
-        if seconds <= 0.0 or max(moved_s, maths_s) <= 0.0:
+        if seconds <= 0.0 or bounding.slow_s <= 0.0:
             return
-        overhead_s = part.base_s + part.per_row_s * rows
+        overhead_s = part.overhead_s(rows)
         main_s = max(seconds / part.residuals.own(*shape) - overhead_s, LEAST_MAIN_FRAC * seconds)
-        which = int(moved_s * self._bandwidth.slowdown < maths_s * self._rate.slowdown)
+        which, bound_s, rest_s = bounding.which, bounding.bound_s, bounding.rest_s
         tracker = (self._bandwidth, self._rate)[which]
-        bound_s = maths_s if which else moved_s
-        slowdown = main_s / bound_s
         said = self._said_lately(which) if name != POLICY else []
-        if name != POLICY and not said and bound_s < SPEAKS_FRAC * (bound_s + overhead_s):
+        if name != POLICY and not said and bound_s < SPEAKS_FRAC * (bound_s + rest_s + overhead_s):
             said = [tracker.slowdown]
         factor = part.own if said else tracker
+        # A stalled forward of the policy must not make a drafter look fast, nor the fastest of several slow.
+        slowdown = (
+            main_s / (bound_s * statistics.median_low(said) + rest_s)
+            if said
+            else max(main_s / part.own.slowdown - rest_s, LEAST_MAIN_FRAC * bound_s) / bound_s
+        )
         # While the machine changes, its parameters are behind, and shapes must not take the blame. Asked
         # before this forward is heard: a fast one unsettles a low quantile sooner than a slow one, and shapes
         # would be told of the slow ones only.
         settled = tracker.settled and factor.settled
-        # A stalled forward of the policy must not make a drafter look fast, nor the fastest of several slow.
-        factor.observe(slowdown / (statistics.median_low(said) if said else part.own.slowdown))
-        bounds_s = sorted((moved_s * self._bandwidth.slowdown, maths_s * self._rate.slowdown))
-        if name == POLICY and bounds_s[1] > KNEE_RATIO * bounds_s[0]:
+        factor.observe(slowdown)
+        if name == POLICY and bounding.clear:
             self._said[which].append((self._observed, slowdown))
         heard[which] = True
         if settled:
-            main_s = bounds_s[1] * part.own.slowdown
+            main_s = (
+                part.bounding(rows, *tokens, self._bandwidth.slowdown, self._rate.slowdown).slow_s
+                * part.own.slowdown
+            )
             part.residuals.observe(*shape, math.log(seconds / (main_s + overhead_s)), bound=which)
             part.share_common(factor, None if said else which)
 

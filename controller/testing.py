@@ -143,9 +143,12 @@ class SimulatedMachine:
     ) -> float:
         """Return the true seconds of a forward, without noise."""
         shape, cost = self.shapes[part], self.costs[part]
-        moved = shape.weight_bytes + cost.context_factor * shape.kv_bytes_per_token * read
-        maths = shape.flops_per_row * rows + cost.context_factor * shape.flops_per_context_token * context
-        main = max(moved / cost.bandwidth_bytes_per_s * self.slowdown(round_index), maths / cost.flops_per_s)
+        bandwidth, rate = cost.bandwidth_bytes_per_s / self.slowdown(round_index), cost.flops_per_s
+        linears = max(shape.weight_bytes / bandwidth, shape.flops_per_row * rows / rate)
+        attention = max(
+            shape.kv_bytes_per_token * read / bandwidth, shape.flops_per_context_token * context / rate
+        )
+        main = linears + cost.context_factor * attention
         whole = main + cost.overhead_s + cost.overhead_s_per_row * rows
         return whole * self.misfit(part, rows, sequences)
 

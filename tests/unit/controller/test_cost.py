@@ -69,11 +69,28 @@ def test_rows_of_one_sequence_read_its_keys_once_and_compute_their_own_attention
     assert many > few * 1.5
 
 
-def test_the_curve_agrees_with_single_forwards() -> None:
+def test_bytes_of_attention_do_not_hide_behind_the_arithmetic_of_linears() -> None:
+    cost, rows = cost_model(), 64
+    known = SMALL_COSTS[POLICY]
+    assert SMALL_POLICY.flops_per_row * rows / known.flops_per_s > 2 * (
+        SMALL_POLICY.weight_bytes / known.bandwidth_bytes_per_s
+    ), "its linears compute"
+    near, far = (
+        cost.forward_s(POLICY, rows=rows, sequences=rows, read_tokens=c * rows, context_tokens=c * rows)
+        for c in (10.0, 110.0)
+    )
+    moved = known.context_factor * SMALL_POLICY.kv_bytes_per_token * 100 * rows
+    assert far - near == pytest.approx(moved / known.bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize("context", [10, 300, 3000])
+def test_the_curve_agrees_with_single_forwards(context: int) -> None:
     cost, rows = cost_model(), np.arange(2, 60)
-    curve = cost.verify_curve_s(rows, rows * 300.0, sequences=2, read_tokens=600.0)
+    curve = cost.verify_curve_s(rows, rows * float(context), sequences=2, read_tokens=2.0 * context)
     single = [
-        cost.forward_s(POLICY, rows=int(r), sequences=2, read_tokens=600.0, context_tokens=r * 300.0)
+        cost.forward_s(
+            POLICY, rows=int(r), sequences=2, read_tokens=2.0 * context, context_tokens=float(r * context)
+        )
         for r in rows
     ]
     assert curve == pytest.approx(single)
