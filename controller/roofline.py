@@ -25,9 +25,9 @@ COMMON_SHARE = 0.25
 
 
 KNEE_RATIO = 1.25
-"""How far moving and computing must lie apart in a stage, and stages of one kind outweigh all else, for a
-forward of the policy to tell which of them it speaks of. Nearer, a change of one shows as the other's, and a
-drafter would take the difference for its own."""
+"""How far all moving and all computing must lie apart for a forward of the policy to tell which of them it
+speaks of. Nearer, a change of one shows as the other's, and a drafter would take the difference for its
+own."""
 
 
 class Bounding(NamedTuple):
@@ -38,8 +38,8 @@ class Bounding(NamedTuple):
     maths_s: float
     bandwidth: float
     rate: float
-    clear_s: float
-    """Seconds, as they are now, of the stages that surely have one bound and are of the weightier kind."""
+    clear: bool
+    """Whether all of it lies so far apart under the two that it tells of the one that bounds most of it."""
 
     @property
     def which(self) -> int:
@@ -60,11 +60,6 @@ class Bounding(NamedTuple):
     def slow_s(self) -> float:
         """Seconds of it all, as slow as it is now."""
         return self.moved_s * self.bandwidth + self.maths_s * self.rate
-
-    @property
-    def clear(self) -> bool:
-        """Whether it tells of one parameter alone."""
-        return self.clear_s > KNEE_RATIO * (self.slow_s - self.clear_s)
 
 
 class Part:
@@ -96,14 +91,18 @@ class Part:
         self, rows: float, read_tokens: float, context_tokens: float, bandwidth: float, rate: float
     ) -> Bounding:
         """Return what bounds a forward where moving and computing are so much slower than calibrated."""
-        calibrated_s, clear_s = [0.0, 0.0], [0.0, 0.0]
-        for stage in self.stages(rows, read_tokens, context_tokens):
-            slow_s = stage[0] * bandwidth, stage[1] * rate
-            which = int(slow_s[0] < slow_s[1])
-            calibrated_s[which] += stage[which]
-            if slow_s[which] > KNEE_RATIO * slow_s[1 - which]:
-                clear_s[which] += slow_s[which]
-        return Bounding(calibrated_s[0], calibrated_s[1], bandwidth, rate, max(clear_s))
+        moved_s = maths_s = all_moved_s = all_maths_s = 0.0
+        for moves_s, computes_s in self.stages(rows, read_tokens, context_tokens):
+            all_moved_s += moves_s * bandwidth
+            all_maths_s += computes_s * rate
+            if moves_s * bandwidth >= computes_s * rate:
+                moved_s += moves_s
+            else:
+                maths_s += computes_s
+        high, low = all_moved_s, all_maths_s
+        if moved_s * bandwidth < maths_s * rate:
+            high, low = low, high
+        return Bounding(moved_s, maths_s, bandwidth, rate, high > KNEE_RATIO * low)
 
     def overhead_s(self, rows: float) -> float:
         """Return the seconds of a forward that are neither."""
