@@ -11,6 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +36,16 @@ RECENT_MIN_TOKENS = 6.0
 SEQUENCE_WINDOW_TOKENS = 96.0
 """Memory of one sequence: text turns from easy to hard within paragraphs."""
 
+NOTHING_SHARED: Mapping[str, float] = MappingProxyType({})
+
 _SEQUENCE_FADE = [math.exp(-t / SEQUENCE_WINDOW_TOKENS) for t in range(65)]
 
 SEQUENCE_RANGE = (0.25, 4.0)
 """How far a sequence's hazard may differ from its drafter's mean, as a factor."""
+
+
+SHALLOWER_TOKENS = 24.0
+"""Draft tokens by which a drafter that runs more of the policy leans on what one that runs less showed."""
 
 
 def tried_and_kept(outcome: SequenceOutcome) -> tuple[int, int]:
@@ -133,8 +140,22 @@ class _Counts:
 class _Drafter:
     """Evidence about one drafter. The prior is counted as evidence, so it fades like the rest."""
 
-    def __init__(self, config: ControllerConfig, *, positions: int, copies: bool, hoped: bool) -> None:
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        positions: int,
+        copies: bool,
+        hoped: bool,
+        shallower: "tuple[_Drafter, float] | None" = None,
+    ) -> None:
+        """``shallower`` is a drafter that runs less of the policy, and the share of its wrong tokens that
+        this one should still get wrong."""
         self._config = config
+        self._shallower = shallower
+        self._deeper: list[_Drafter] = []
+        if shallower is not None:
+            shallower[0]._deeper.append(self)
         self._prior_acceptance = config.prior_acceptance_copied if copies else config.prior_acceptance
         self._hope_errors = config.hope_errors if hoped else 0.0
         self.positions = positions
@@ -146,6 +167,12 @@ class _Drafter:
         self.survivals: list[float] = []
         self._stale = True
         self._refresh()
+
+    def _changed(self) -> None:
+        """Have what reading needs worked out again, also for those that lean on it."""
+        self._stale = True
+        for deeper in self._deeper:
+            deeper._changed()
 
     def _refresh(self) -> None:
         """Work out everything that reading needs, once per change."""
@@ -163,9 +190,23 @@ class _Drafter:
             _clip((lean * self._mean + k) / (lean + t) + hope)
             for t, k in zip(*self._memory.by_position(), strict=True)
         ]
+        if self._shallower is not None:
+            lean = SHALLOWER_TOKENS / (SHALLOWER_TOKENS + tried)
+            self._hazards = [
+                own + lean * max(0.0, _clip(least) - own)
+                for own, least in zip(self._hazards, self._at_least(), strict=True)
+            ]
         self.survivals = list(accumulate(self._hazards, operator.mul))
         self._logs = [math.log(share) for share in self.survivals]
         self._log_survival = np.asarray(self._logs)
+
+    def _at_least(self) -> list[float]:
+        """Return per position what the shallower drafter's chance makes of this one's."""
+        assert self._shallower is not None
+        shallower, wrong_share = self._shallower
+        hazards = shallower.hazards
+        last = len(hazards) - 1
+        return [1.0 - wrong_share * (1.0 - hazards[min(i, last)]) for i in range(self.positions)]
 
     @property
     def mean(self) -> float:
@@ -216,7 +257,7 @@ class _Drafter:
             fade = _SEQUENCE_FADE[min(tried, len(_SEQUENCE_FADE) - 1)]
             one.tried = one.tried * fade + tried
             one.kept = one.kept * fade + kept
-        self._stale = True
+        self._changed()
 
     def _replace_if_changed(self) -> None:
         """Drop the memory when a few probes contradict it by more than chance allows."""
@@ -259,7 +300,7 @@ class _Drafter:
         self._memory.add_evenly(fresh, self._prior_acceptance)
         self._recent.clear()
         self.sequences.clear()
-        self._stale = True
+        self._changed()
 
 
 def _clip(share: float) -> float:
@@ -276,14 +317,33 @@ class AcceptanceModel:
         *,
         copying: Collection[str] = (),
         pipelines: Collection[str] = (),
+        reuse_frac: Mapping[str, float] = NOTHING_SHARED,
     ) -> None:
         """``copying`` names the drafters that run no model, ``pipelines`` those whose first round only fills
-        them: a wrong hope costs more there, and the prior alone has them tried where they gain much."""
+        them: a wrong hope costs more there, and the prior alone has them tried where they gain much.
+
+        ``reuse_frac`` tells of drafters that are the policy, stopped early, what share of it they run. One
+        that runs more of it is taken to be wrong the less often for it, until it was seen itself.
+        """
         unhoped = {*copying, *pipelines}
-        self._drafters = {
-            name: _Drafter(config, positions=most, copies=name in copying, hoped=name not in unhoped)
-            for name, most in max_gammas.items()
-        }
+        self._drafters: dict[str, _Drafter] = {}
+        shallower: tuple[str, float] | None = None
+        for name in sorted(max_gammas, key=lambda name: reuse_frac.get(name, 0.0)):
+            share = reuse_frac.get(name, 0.0)
+            self._drafters[name] = _Drafter(
+                config,
+                positions=max_gammas[name],
+                copies=name in copying,
+                hoped=name not in unhoped,
+                shallower=(
+                    None
+                    if shallower is None
+                    else (self._drafters[shallower[0]], (1.0 - share) / (1.0 - shallower[1]))
+                ),
+            )
+            if share:
+                shallower = name, share
+        self._drafters = {name: self._drafters[name] for name in max_gammas}
 
     def observe(self, outcomes: Iterable[SequenceOutcome], *, probing: bool = False) -> None:
         """Take one round's outcomes. ``probing``: its drafts were there only to be seen."""

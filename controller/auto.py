@@ -239,7 +239,7 @@ class AutoController(BaseController):
         old, same = kept.plan.assignments, kept.keys == self._keeper.keys(load)
         assignments: dict[int, Assignment] = {}
         for s in load.sequences if old else ():
-            wanted = old.get(s.key)
+            wanted = old.get(s.key, kept.everyone)
             a = self._cut(s, wanted)
             if a is None and wanted is not None and kept.models:
                 # A pass is run for others anyway; for this one alone it would not pay.

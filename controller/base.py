@@ -65,6 +65,7 @@ class BaseController:
             {d.name: d.max_gamma for d in traits.drafters},
             copying=[d.name for d in traits.drafters if not shapes[d.name].rows_per_draft_token],
             pipelines=[d.name for d in traits.drafters if shapes[d.name].lane_loops],
+            reuse_frac={d.name: shapes[d.name].reuse_frac for d in traits.drafters},
         )
         self._pipelines = pipelines_of(shapes)
         self._watchdog = Watchdog(config, self._drafters)

@@ -1,5 +1,7 @@
 """What looking around may cost: a share of time, earned by running and spent by looking."""
 
+from collections import deque
+
 from controller.types import RoundFacts
 
 MEMORY_S = 20.0
@@ -20,6 +22,10 @@ PACE_FADE = 0.75
 SURPRISE_SHARE = 0.25
 """Share of an exploring round that may be charged beyond what was expected of it. A drafter unused for long
 is found cold: its first pass makes a round a third longer than predicted, every time."""
+
+
+USUAL_LOOKS = 2
+"""Looks in a row that lost more than expected before the next one is expected to: one may have stalled."""
 
 
 class Pace:
@@ -64,8 +70,10 @@ class ExploreBudget:
         self._share = share
         self._credit_s = share * start_s
         self._wanted_s = 0.0
-        self._expected_loss_s = 0.0
+        self._expected_loss_s = self._usual_s = 0.0
         self._best_per_s = 0.0
+        self._surprises_s: deque[float] = deque([0.0] * USUAL_LOOKS, maxlen=USUAL_LOOKS)
+        """What the latest looks lost beyond the losses expected of them."""
         self.lost_s = 0.0
 
     def earn(self, seconds: float) -> None:
@@ -76,14 +84,16 @@ class ExploreBudget:
     def afford(self, loss_s: float, best_per_s: float) -> bool:
         """Return whether an exploring round with this expected loss may run, and charge it if so.
 
-        ``best_per_s`` is the tokens per second of the plan it replaces.
+        ``best_per_s`` is the tokens per second of the plan it replaces. What looks lost lately beyond their
+        prediction is expected of this one, too.
         """
-        loss_s = max(0.0, loss_s)
+        usual_s = max(0.0, min(self._surprises_s))
+        loss_s = max(0.0, loss_s) + usual_s
         if loss_s > self._credit_s:
             self._wanted_s = loss_s
             return False
         self._wanted_s = 0.0
-        self._expected_loss_s, self._best_per_s = loss_s, best_per_s
+        self._expected_loss_s, self._usual_s, self._best_per_s = loss_s, usual_s, best_per_s
         self._charge(loss_s)
         return True
 
@@ -92,6 +102,7 @@ class ExploreBudget:
         the round at most: a stall is not its fault."""
         if self._best_per_s:
             surprise_s = seconds - tokens / self._best_per_s - self._expected_loss_s
+            self._surprises_s.append(surprise_s + self._usual_s)
             self._charge(min(max(0.0, surprise_s), max(self._expected_loss_s, SURPRISE_SHARE * seconds)))
         self._expected_loss_s = self._best_per_s = 0.0
 

@@ -30,7 +30,7 @@ PLAIN_PATIENCE = 2.0
 
 BATCH_CHANGE = 0.25
 """Relative change of the batch that is planned for at once: sequences fewer, more, or others. A batch that
-decodes plainly and only grew is no such change."""
+decodes plainly and only grew is no such change, nor are others in place of some that all decoded alike."""
 
 PLAIN_STANDS = 0.1
 """Share of the usual time for which plain decoding stands whatever the batch does. Where sequences end round
@@ -82,6 +82,10 @@ class KeptPlan:
 
     models: tuple[str, ...]
     """Its drafters that run a model."""
+
+    everyone: Assignment | None
+    """How all decode where one drafter that runs a model drafts for all, as long as for any of them: so may
+    others decode that take their places. None for every other plan."""
 
     young: tuple[str, ...]
     """Its drafters of which little was known."""
@@ -159,6 +163,7 @@ class PlanKeeper:
         used = {a.drafter for a in plan.assignments.values()}
         models = tuple(sorted(filter(self._runs_model, used)))
         young = tuple(sorted(filter(self.little_known, used)))
+        whole = len(plan.assignments) == len(load.sequences) and len(used) == len(models) == 1 and not young
         teaches = 1 if any(d in models for d in young) else YOUNG_COPIED_TOKENS
         patience = 1.0 if plan.assignments else FAR_PATIENCE if gain < FAR_GAIN else PLAIN_PATIENCE
         self._kept = KeptPlan(
@@ -171,6 +176,7 @@ class PlanKeeper:
             copies=len(models) < len(used),
             instead=instead,
             models=models,
+            everyone=max(plan.assignments.values(), key=lambda a: a.gamma) if whole else None,
             young=young,
             teach_tokens=self._seen_tokens(young) + teaches,
         )
@@ -222,6 +228,8 @@ class PlanKeeper:
         """
         planned_for, strangers = len(kept.keys), len(set(keys).difference(kept.keys))
         gone = planned_for + strangers - len(keys)
+        if kept.everyone is not None:
+            return abs(gone - strangers) <= BATCH_CHANGE * planned_for
         if not kept.plan.assignments and (gone == 0 or self._since_plan_s < PLAIN_STANDS * self._patience_s):
             return True
         return max(strangers, gone) <= BATCH_CHANGE * planned_for

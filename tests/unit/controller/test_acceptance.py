@@ -182,3 +182,37 @@ def test_what_is_kept_about_sequences_is_bounded() -> None:
     expected = m.expected_accepted("w4", 2)
     assert m.expected_accepted("w4", 2, 8) == expected
     assert m.expected_accepted("w4", 2, 7) < expected
+
+
+def shallow_model() -> AcceptanceModel:
+    """Of three depths of a policy of four loops, a quarter of it each, out of order, and an outsider."""
+    names = ("depth_3", "w4", "depth_1", "depth_2")
+    return AcceptanceModel(
+        ControllerConfig(hope_errors=0.0),
+        dict.fromkeys(names, 4),
+        reuse_frac={"depth_1": 0.25, "depth_2": 0.5, "depth_3": 0.75},
+    )
+
+
+def test_what_runs_more_of_the_policy_is_taken_to_be_wrong_less_often_until_it_was_seen() -> None:
+    m = shallow_model()
+    for _ in range(200):
+        m.observe([outcome(4, 4, drafter="depth_2")] * 9 + [outcome(4, 1, drafter="depth_2")])
+    known, deeper, shallower, other = (m.hazard(n)[1] for n in ("depth_2", "depth_3", "depth_1", "w4"))
+    assert known == pytest.approx(0.9, abs=0.01)
+    assert known < deeper < 1.0 - 0.5 * (1.0 - known)
+    assert shallower == other == pytest.approx(0.8), (
+        "nothing is said of what runs less of it, or something else"
+    )
+    for _ in range(200):
+        m.observe([outcome(4, 1, drafter="depth_3")])
+    assert m.hazard("depth_3")[1] < 0.2, "its own evidence counts once there is some"
+    m.policy_changed()
+    assert m.hazard("depth_3")[1] < 0.5
+
+
+def test_a_shallow_draft_that_is_often_wrong_takes_nothing_from_a_deeper_one() -> None:
+    m = shallow_model()
+    for _ in range(50):
+        m.observe([outcome(4, 0, drafter="depth_1"), outcome(4, 0, drafter="depth_2")])
+    assert min(m.hazard("depth_3")) >= 0.8, "what it starts with"

@@ -320,6 +320,27 @@ def test_a_batch_of_other_sequences_is_planned_for_at_once(batch: int, others: i
         assert plan.reason.startswith(("check", "probe")) or len(plan.assignments) == batch
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_others_in_place_of_sequences_that_all_drafted_alike_draft_alike_without_a_thought(
+    batch: int,
+) -> None:
+    machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.9), stall_chance=0.0)
+    controller = CountingController(
+        ControllerConfig(explore_budget_frac=0.0), traits_of(W4_ONLY), W4_ONLY, machine.calibration()
+    )
+    learn(machine, controller, batch=batch, rounds=200)
+    controller._keeper.drop()
+    learn(machine, controller, batch=batch, rounds=1, start=200)
+    thoughts = controller.thoughts
+    for r in range(201, 211):
+        load = load_of(batch, round_index=r, first_key=batch * r, remaining_tokens=3)
+        plan = controller.decide(load, now_s=0.0)
+        assert {(a.drafter, a.gamma) for a in plan.assignments.values()} == {("w4", 2)}, "cut to their room"
+        assert len(plan.assignments) == batch
+        assert plan.predicted_tokens > batch
+    assert controller.thoughts == thoughts
+
+
 def test_a_batch_that_decodes_plainly_is_not_thought_over_while_it_fills_and_is_once_it_drains() -> None:
     machine = SimulatedMachine(shapes=W4_ONLY, hazard=constant(0.2), stall_chance=0.0)
     controller = CountingController(
@@ -443,7 +464,7 @@ def test_a_finished_or_aborted_sequence_leaves_nothing_behind() -> None:
         load = load_of(2, round_index=r, first_key=2 * r)
         controller.observe(machine.run(load, controller.decide(load, now_s=0.0)))
     kept = [len(d.sequences) for d in controller._acceptance._drafters.values()]
-    assert max(kept) <= 4 * 32
+    assert max(kept) <= 4 * 32 + 2, "those of a round come on top"
 
 
 def test_facts_of_rounds_decided_elsewhere_are_fine() -> None:

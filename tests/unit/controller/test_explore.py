@@ -72,3 +72,15 @@ def test_what_is_there_at_once_is_the_share_of_the_start() -> None:
     assert not budget.afford(0.004, 100.0)
     budget.earn(0.5)
     assert budget.afford(0.004, 100.0)
+
+
+def test_looks_that_keep_losing_more_than_expected_are_expected_to_and_a_single_stall_is_not() -> None:
+    budget = ExploreBudget(0.01, start_s=100.0)
+    taken = []
+    for seconds in (0.011, 0.9, 0.031, 0.031, 0.011):
+        before = budget.lost_s
+        assert budget.afford(0.001, 100.0)
+        taken.append(budget.lost_s - before)
+        budget.settle(seconds, 1)
+    # A token is worth 10 ms: the third look knows of one stall only, the fourth of two looks 20 ms too dear.
+    assert taken == pytest.approx([0.001, 0.001, 0.001, 0.021, 0.021])
