@@ -207,6 +207,7 @@ def _seconds(
     if costs_passes:
         passes_GN = np.maximum.accumulate(model_GN * slots.position_N, axis=1)
         seconds_GN += line.pass_s * passes_GN + line.row_s * modelled_GN
+        seconds_GN += line.round_s if model_GN is taken_GN else line.round_s * (modelled_GN > 0)
     if candidates.switch_s_B is not None:
         first_GN = taken_GN & (slots.position_N == 1)
         seconds_GN += (first_GN * candidates.switch_s_B[slots.sequence_N]).cumsum(1)
@@ -238,7 +239,8 @@ def allocate_uniform(
             read_tokens=read,
         )
         seconds = float(verify_s[0]) + base_s + rows * per_row_s + candidates.free_s
-        seconds += candidates.line.pass_s * passes + candidates.line.row_s * drafted
+        line = candidates.line
+        seconds += line.pass_s * passes + line.row_s * drafted + line.round_s
         if candidates.switch_s_B is not None:
             seconds += float(candidates.switch_s_B.sum())
         kept_BP = candidates.survival_BP * (positions <= gamma_B[:, None])

@@ -120,6 +120,10 @@ class Calibration:
 
     parts: Mapping[str, PartFit]
     other: OtherFit = field(default_factory=OtherFit)
+    drafts: Mapping[str, OtherFit] = field(default_factory=dict)
+    """Of drafters that run a model: what a round's drafting costs beside its passes, by sequences that draft.
+    It is the same for a long draft as for a short one."""
+
     quality: Quality = field(default_factory=Quality)
     """``unknown`` in files older than this field."""
 
@@ -143,6 +147,7 @@ class Calibration:
                 key=stored,
                 parts={name: PartFit(**fit) for name, fit in data["parts"].items()},
                 other=OtherFit(**data["other"]),
+                drafts={name: OtherFit(**line) for name, line in data["drafts"].items()},
                 quality=Quality(**data.get("quality", {})),
                 taken_utc=data.get("taken_utc", ""),
                 timings=tuple(Timing(**timing) for timing in data.get("timings", ())),
@@ -208,7 +213,7 @@ def fit(samples: Sequence[Sample], shapes: Mapping[str, PartShape], *, key: str 
     by_part: dict[str, list[Sample]] = {}
     for s in samples:
         by_part.setdefault(s.part, []).append(s)
-    other = _fit_other(by_part.pop(OTHER, []))
+    other = fit_other(by_part.pop(OTHER, []))
     if POLICY not in by_part:
         raise ValueError(f"no samples of {POLICY!r}: nothing would price plain decoding")
     unknown = sorted(set(by_part) - set(shapes))
@@ -341,7 +346,7 @@ def _levenberg_marquardt(
     return np.asarray(params[int(np.argmin(cost))])
 
 
-def _fit_other(samples: Sequence[Sample]) -> OtherFit:
+def fit_other(samples: Sequence[Sample]) -> OtherFit:
     """Return a line through the medians per row count, both parts at least 0."""
     by_rows: dict[int, list[float]] = {}
     for s in samples:

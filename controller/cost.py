@@ -72,6 +72,8 @@ class DraftLine:
 
     pass_s: float
     row_s: float
+    round_s: float = 0.0
+    """Beside the passes, once in a round."""
 
 
 STEPS_LIMIT = 0.25
@@ -105,6 +107,7 @@ class CostModel:
         self._bandwidth = FactorTracker(quantile=quantile, window=window)
         self._rate = FactorTracker(quantile=quantile, window=window)
         self._other = LineTracker(base_s=calibration.other.base_s, per_row_s=calibration.other.s_per_row)
+        self._drafts = calibration.drafts
         self._observed = 0
         self._said: dict[int, deque[tuple[int, float]]] = {0: deque(maxlen=3), 1: deque(maxlen=3)}
         """By parameter, bandwidth and rate: what the policy's latest forwards say, and when."""
@@ -262,7 +265,13 @@ class CostModel:
         )
         row_s = max(0.0, (many - one) / (sequences - 1)) if sequences > 1 else 0.0
         # A part that is compute-bound from the first rows has a chord steeper than its first row.
-        return DraftLine(pass_s=max(0.0, one - row_s), row_s=row_s)
+        round_s = self._draft_round_s(drafter, sequences)
+        return DraftLine(pass_s=max(0.0, one - row_s), row_s=row_s, round_s=round_s)
+
+    def _draft_round_s(self, drafter: str, sequences: int) -> float:
+        """Return what a round's drafting costs beside its passes."""
+        line = self._drafts.get(drafter)
+        return 0.0 if line is None else line.base_s + line.s_per_row * sequences
 
     def free_draft_s(self, drafter: str, sequences: int) -> float:
         """Return seconds of asking a drafter that runs no model for ``sequences`` sequences."""
@@ -337,7 +346,7 @@ class CostModel:
             )
         if drafter in self._free:
             return self.free_draft_s(drafter, len(asked))
-        total = 0.0
+        total = self._draft_round_s(drafter, len(asked))
         for level in range(1, max(g for g, _ in asked) + 1):
             alive = [c for g, c in asked if g >= level]
             read = float(sum(alive))
@@ -408,14 +417,16 @@ class CostModel:
         elif draft.drafter in self._parts and draft.passes > 0 and draft.rows > 0 and not draft.failures:
             rows, context = draft.rows / draft.passes, draft.context_tokens / draft.passes
             count, sequences, read = max(1, round(rows)), max(1, round(rows)), context
+            drafting = sum([o.drafter == draft.drafter for o in facts.outcomes])
             if draft.drafter in self._pipelines:
-                sequences = sum(o.drafter == draft.drafter for o in facts.outcomes)
+                sequences = drafting
                 read = context * sequences / rows
+            passes_s = draft.seconds - self._draft_round_s(draft.drafter, drafting)
             self._observe_forward(
                 draft.drafter,
                 shape=(count, sequences),
                 tokens=(read, context),
-                seconds=draft.seconds / draft.passes,
+                seconds=max(passes_s, LEAST_MAIN_FRAC * draft.seconds) / draft.passes,
                 heard=heard,
                 rows=rows,
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from controller.calibration import OTHER, Calibration, Sample, SweepPoint, fit, sweep_plan
+from controller.calibration import OTHER, Calibration, Sample, SweepPoint, fit, fit_other, sweep_plan
 from controller.config import ControllerConfig
 from controller.trust import Timing, anchors_of, disagreement, judge, timing_of
 from controller.types import AR_ASSIGNMENT, POLICY, Assignment, PartShape, RoundFacts, RoundPlan
@@ -90,6 +90,7 @@ def calibrate(
     fitted = fit([*samples, *extras.other], shapes, key=key)
     return replace(
         fitted,
+        drafts={name: fit_other(rounds) for name, rounds in extras.per_round.items()},
         quality=judge(timings, others_frac=neighbours.share()),
         taken_utc=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         timings=timings,
@@ -195,6 +196,9 @@ class _Extras:
     per_pass: dict[str, dict[int, float]] = field(default_factory=dict)
     """By drafter and rows: seconds of a draft pass beside its forward."""
 
+    per_round: dict[str, list[Sample]] = field(default_factory=dict)
+    """By drafter: seconds of a round's drafting beside its passes, whose ``rows`` are sequences."""
+
     def draft_s(self, part: str, rows: int) -> float:
         """Return what a pass of ``part`` over ``rows`` costs beside its forward; 0 for the policy."""
         known = self.per_pass.get(part)
@@ -222,24 +226,54 @@ def _price_rounds(
                 Sample(part=OTHER, rows=batch, sequences=batch, context_tokens=0, seconds=seconds)
             )
         for name, traits in drafters.items():
-            gamma = min(DRAFT_GAMMA, traits.max_gamma)
-            facts = _run_rounds(engine, batch, Assignment(drafter=name, gamma=gamma))
-            costs = [d for f in facts for d in f.drafts if d.drafter == name and d.passes and not d.failures]
-            if costs:
-                told = [
-                    (f.draft_s - f.draft_pass.forward_s) / sum(d.passes for d in f.drafts)
-                    for f in facts
-                    if f.draft_pass is not None and any(d.passes for d in f.drafts)
-                ]
-                pass_s = statistics.median(d.seconds / d.passes for d in costs)
-                rows = batch
-                if shapes[name].lane_loops:
-                    rows = round(statistics.median(d.rows / d.passes for d in costs))
-                spare_s = (
-                    statistics.median(told) if told else pass_s - _forward_s(engine, name, batch, rows=rows)
-                )
-                extras.per_pass.setdefault(name, {})[rows] = max(spare_s, 0.0)
+            price = _price_lanes if shapes[name].lane_loops else _price_drafts
+            price(engine, extras, name, batch, gamma=min(DRAFT_GAMMA, traits.max_gamma))
     return extras
+
+
+def _price_drafts(engine: Engine, extras: _Extras, name: str, batch: int, *, gamma: int) -> None:
+    """Tell what each pass costs beside its forward from what the round does: a long draft costs the latter
+    once, too."""
+    short, long = (_beside_passes(engine, name, batch, gamma=g) for g in (1, gamma))
+    if short is None or long is None:
+        return
+    more_passes = long[0] - short[0]
+    pass_s = (long[1] - short[1]) / more_passes if more_passes > 0 else short[1] / short[0]
+    pass_s = min(max(pass_s, 0.0), long[1] / long[0])
+    extras.per_pass.setdefault(name, {})[batch] = pass_s
+    round_s = max(min(short[1] - short[0] * pass_s, long[1] - long[0] * pass_s), 0.0)
+    extras.per_round.setdefault(name, []).append(
+        Sample(part=name, rows=batch, sequences=batch, context_tokens=0, seconds=round_s)
+    )
+
+
+def _price_lanes(engine: Engine, extras: _Extras, name: str, batch: int, *, gamma: int) -> None:
+    """Tell what each pass of lanes costs beside its forward; what their rounds do is spread over them."""
+    beside = _beside_passes(engine, name, batch, gamma=gamma)
+    if beside is not None:
+        passes, seconds, rows = beside
+        extras.per_pass.setdefault(name, {})[rows] = seconds / passes
+
+
+def _beside_passes(engine: Engine, name: str, batch: int, *, gamma: int) -> tuple[float, float, int] | None:
+    """Return passes of a round in which all draft, what drafting took beside their forwards, and the rows of
+    a pass; None where none drafted."""
+    facts = _run_rounds(engine, batch, Assignment(drafter=name, gamma=gamma))
+    costs = [(f, d) for f in facts for d in f.drafts if d.drafter == name and d.passes and not d.failures]
+    if not costs:
+        return None
+    rows = round(statistics.median(d.rows / d.passes for _, d in costs))
+    forward_s = None
+    seconds = []
+    for f, d in costs:
+        if f.draft_pass is not None:
+            seconds.append(f.draft_s - f.draft_pass.forward_s)
+            continue
+        if forward_s is None:
+            forward_s = _forward_s(engine, name, batch, rows=rows)
+        seconds.append(d.seconds - d.passes * forward_s)
+    passes = statistics.median(d.passes for _, d in costs)
+    return passes, max(statistics.median(seconds), 0.0), rows
 
 
 def _beside_forward_s(engine: Engine, plain: Sequence[RoundFacts], batch: int) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from controller.calibration import Calibration, PartFit
+from controller.calibration import Calibration, OtherFit, PartFit
 from controller.config import ControllerConfig
 from controller.cost import CostModel
 from controller.testing import HISTORY, SMALL_COSTS, SMALL_POLICY, SMALL_W4, SimulatedMachine, load_of
@@ -102,6 +102,20 @@ def test_the_draft_line_is_exact_at_both_ends() -> None:
     for n in (1, 8):
         exact = cost.forward_s("w4", rows=n, sequences=n, read_tokens=n * 300.0, context_tokens=n * 300.0)
         assert line.pass_s + n * line.row_s == pytest.approx(exact)
+
+
+def test_what_drafting_costs_beside_its_passes_is_paid_once_however_long_the_draft() -> None:
+    known = exact_calibration()
+    dearer = replace(known, drafts={"w4": OtherFit(base_s=2e-4, s_per_row=5e-5)})
+    cost, plain = CostModel(SHAPES, dearer, ControllerConfig()), cost_model()
+    load = load_of(4)
+    for gammas, drafting in (([], 0), ([1, 0, 1, 0], 2), ([1] * 4, 4), ([8] * 4, 4)):
+        assignments = plan_of(4, "w4", gammas).assignments
+        more = cost.predict_round(load, assignments).draft_s - plain.predict_round(load, assignments).draft_s
+        assert more == pytest.approx((2e-4 + 5e-5 * drafting) if drafting else 0.0)
+    line = cost.draft_line("w4", sequences=4, mean_context_tokens=300.0)
+    assert line.round_s == pytest.approx(4e-4)
+    assert replace(line, round_s=0.0) == plain.draft_line("w4", sequences=4, mean_context_tokens=300.0)
 
 
 def run(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from controller.allocate import allocate, allocate_uniform, batch_of
-from controller.calibration import Calibration, PartFit
+from controller.calibration import Calibration, OtherFit, PartFit
 from controller.candidates import Candidates, mixed
 from controller.config import ControllerConfig
 from controller.cost import CostModel, DraftLine
@@ -69,8 +69,8 @@ def machine_of(
     return SimulatedMachine(shapes=shapes, costs=costs, **quiet)  # type: ignore[arg-type]
 
 
-def model_of(machine: SimulatedMachine) -> CostModel:
-    """The machine, known exactly."""
+def model_of(machine: SimulatedMachine, *, draft_round_s: float = 0.0) -> CostModel:
+    """The machine, known exactly; ``draft_round_s`` is what a round's drafting costs beside its passes."""
     parts = {
         name: PartFit(
             bandwidth_bytes_per_s=cost.bandwidth_bytes_per_s,
@@ -85,7 +85,8 @@ def model_of(machine: SimulatedMachine) -> CostModel:
         for name, cost in machine.costs.items()
         if machine.shapes[name].rows_per_draft_token
     }
-    return CostModel(machine.shapes, Calibration(key="exact", parts=parts), ControllerConfig())
+    drafts = {name: OtherFit(base_s=draft_round_s, s_per_row=draft_round_s) for name in parts}
+    return CostModel(machine.shapes, Calibration(key="exact", parts=parts, drafts=drafts), ControllerConfig())
 
 
 def plan_of(*asked: tuple[str, int]) -> RoundPlan:
@@ -152,7 +153,7 @@ def test_a_round_is_priced_as_the_machine_behaves(asked: list[tuple[int, int]], 
 
 @pytest.mark.parametrize("per_sequence", [True, False])
 def test_what_a_plan_is_chosen_by_is_what_its_round_is_predicted_to_take(per_sequence: bool) -> None:
-    model, load = model_of(machine_of()), load_of(8, context_tokens=300)
+    model, load = model_of(machine_of(), draft_round_s=1e-3), load_of(8, context_tokens=300)
     name, read = shallow(2), 8 * 300.0
     batch = batch_of(load.sequences, tail_weight=0.0, tail=False)
     candidates = Candidates(
@@ -257,7 +258,7 @@ def test_auto_finds_depth_and_gamma(
 
 
 def test_a_plan_that_mixes_reused_drafts_with_copies_is_priced_as_its_round() -> None:
-    model = model_of(machine_of(shapes={**SHAPES, "history": HISTORY}))
+    model = model_of(machine_of(shapes={**SHAPES, "history": HISTORY}), draft_round_s=1e-3)
     load, name = load_of(6, context_tokens=300), shallow(2)
     drafter_B = tuple(name if i % 2 else "history" for i in range(6))
     candidates = Candidates(

@@ -51,6 +51,7 @@ def test_every_part_that_runs_a_model_is_priced_and_history_is_not(engine: Nativ
     assert set(found.parts) == {POLICY, "w4"}
     assert all(part.samples >= 4 for part in found.parts.values())
     assert found.other.base_s + found.other.s_per_row > 0
+    assert set(found.drafts) == {"w4"}, "what its rounds cost beside passes is told apart"
     assert found.taken_utc.endswith("Z")
     assert Calibration.from_json(found.to_json(), key="k") == found
 
