@@ -226,8 +226,12 @@ def _price_rounds(
                 Sample(part=OTHER, rows=batch, sequences=batch, context_tokens=0, seconds=seconds)
             )
         for name, traits in drafters.items():
-            price = _price_lanes if shapes[name].lane_loops else _price_drafts
-            price(engine, extras, name, batch, gamma=min(DRAFT_GAMMA, traits.max_gamma))
+            gamma = min(DRAFT_GAMMA, traits.max_gamma)
+            if shapes[name].lane_loops:
+                passes = shapes[name].passes_of(batch, alone=True)
+                _price_lanes(engine, extras, name, batch, gamma=gamma, most_tokens=passes)
+            else:
+                _price_drafts(engine, extras, name, batch, gamma=gamma)
     return extras
 
 
@@ -247,18 +251,25 @@ def _price_drafts(engine: Engine, extras: _Extras, name: str, batch: int, *, gam
     )
 
 
-def _price_lanes(engine: Engine, extras: _Extras, name: str, batch: int, *, gamma: int) -> None:
-    """Tell what each pass of lanes costs beside its forward; what their rounds do is spread over them."""
-    beside = _beside_passes(engine, name, batch, gamma=gamma)
+def _price_lanes(
+    engine: Engine, extras: _Extras, name: str, batch: int, *, gamma: int, most_tokens: int
+) -> None:
+    """Tell what each pass of lanes costs beside its forward; what their rounds do is spread over them.
+
+    ``most_tokens`` is what a round may commit of each sequence: one that ends cuts the round of all short.
+    """
+    beside = _beside_passes(engine, name, batch, gamma=gamma, most_tokens=most_tokens)
     if beside is not None:
         passes, seconds, rows = beside
         extras.per_pass.setdefault(name, {})[rows] = seconds / passes
 
 
-def _beside_passes(engine: Engine, name: str, batch: int, *, gamma: int) -> tuple[float, float, int] | None:
+def _beside_passes(
+    engine: Engine, name: str, batch: int, *, gamma: int, most_tokens: int = DRAFT_GAMMA + 1
+) -> tuple[float, float, int] | None:
     """Return passes of a round in which all draft, what drafting took beside their forwards, and the rows of
     a pass; None where none drafted."""
-    facts = _run_rounds(engine, batch, Assignment(drafter=name, gamma=gamma))
+    facts = _run_rounds(engine, batch, Assignment(drafter=name, gamma=gamma), most_tokens=most_tokens)
     costs = [(f, d) for f in facts for d in f.drafts if d.drafter == name and d.passes and not d.failures]
     if not costs:
         return None
@@ -296,10 +307,16 @@ def _forward_s(engine: Engine, part: str, batch: int, *, rows: int | None = None
     )
 
 
-def _run_rounds(engine: Engine, batch: int, assignment: Assignment) -> list[RoundFacts]:
-    """Run a few rounds of ``batch`` throw-away requests; return those in which all of them decoded."""
+def _run_rounds(
+    engine: Engine, batch: int, assignment: Assignment, *, most_tokens: int = DRAFT_GAMMA + 1
+) -> list[RoundFacts]:
+    """Run a few rounds of ``batch`` throw-away requests; return those in which all of them decoded.
+
+    ``most_tokens`` is what a round may commit of each.
+    """
     name = f"calibration/{assignment.drafter}/{batch}"
-    params = SamplingParams(max_tokens=(ROUNDS_PER_BATCH + 1) * (DRAFT_GAMMA + 1), ignore_eos=True)
+    room = engine.traits.max_context_tokens - len(PROMPT_IDS)
+    params = SamplingParams(max_tokens=min(room, (ROUNDS_PER_BATCH + 1) * most_tokens), ignore_eos=True)
     keys = [(f"{name}/{i}", 0) for i in range(batch)]
     facts: list[RoundFacts] = []
     try:

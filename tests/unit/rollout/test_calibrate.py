@@ -20,15 +20,16 @@ from controller.types import AR_ASSIGNMENT, POLICY, RoundPlan
 from drafters.config import DrafterConfig
 from drafters.registry import build
 from rollout.calibration import neighbours, store
-from rollout.calibration.measure import calibrate
+from rollout.calibration.measure import ROUNDS_PER_BATCH, calibrate
 from rollout.calibration.neighbours import TICKS_PER_S
 from rollout.calibration.store import calibrate_anew, calibration_key, load_or_calibrate
 from rollout.config import EngineConfig
 from rollout.engine.native import build as native_build
 from rollout.engine.native.engine import NativeEngine
+from rollout.engine.protocol import RoundOutcome
 from rollout.job_config import JobConfig
 from rollout.jobs.calibrate import main as calibrate_command
-from rollout.testing import tiny_policy
+from rollout.testing import tiny_looped_policy, tiny_policy
 from rollout.testing_native import requests_for, tiny_engine
 
 SETTINGS = EngineConfig(max_batch=2, max_context_tokens=64, decoder="compiled", threads=1)
@@ -54,6 +55,27 @@ def test_every_part_that_runs_a_model_is_priced_and_history_is_not(engine: Nativ
     assert set(found.drafts) == {"w4"}, "what its rounds cost beside passes is told apart"
     assert found.taken_utc.endswith("Z")
     assert Calibration.from_json(found.to_json(), key="k") == found
+
+
+def test_rounds_that_price_lanes_are_as_long_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that ends in one cuts it short, and what the round costs would be spread over few passes."""
+    settings = EngineConfig(max_batch=1, max_context_tokens=512, decoder="compiled", threads=1)
+    built = tiny_engine(
+        tiny_looped_policy(layers=1), [build("wavefront", DrafterConfig())], compiled=True, config=settings
+    )
+    passes = built.part_shapes()["wavefront"].passes_of(1, alone=True)
+    seen: list[int] = []
+    run_round = built.run_round
+
+    def noted(plan: RoundPlan) -> RoundOutcome:
+        outcome = run_round(plan)
+        seen.extend(d.passes for d in outcome.facts.drafts)
+        return outcome
+
+    monkeypatch.setattr(built, "run_round", noted)
+    calibrate(built, CONTROLLER, key="k", budget_s=0.1)
+    assert passes > 4
+    assert seen == [passes] * ROUNDS_PER_BATCH
 
 
 def test_nothing_of_the_throw_away_requests_stays(engine: NativeEngine) -> None:
