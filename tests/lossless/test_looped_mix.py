@@ -16,7 +16,6 @@ from drafters.registry import build
 from rollout.calibration.measure import calibrate
 from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
-from rollout.jobs.compose import compose_job
 from rollout.proof.steering import Steering, drive, nominal_calibration
 from rollout.testing import TinyPolicy, tiny_looped_policy
 from rollout.testing_native import ar_plan, random_plan, requests_for, run_engine, texts, tiny_engine
@@ -24,7 +23,7 @@ from rollout.types import SamplingParams
 
 pytestmark = pytest.mark.lossless
 
-NAMES = compose_job("run", ["drafter=looped"]).drafter.names
+NAMES = ("shallow_loop_1", "shallow_loop_2", "wavefront", "history")
 # Greedy texts of a tiny policy soon repeat themselves, so there is something to copy.
 PARAMS = (
     SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True),
