@@ -213,7 +213,7 @@ def test_nan_logits_fail_their_request_at_once_and_no_other(gamma: int, position
     clean = {r.key: text_of(_alone(policy, r)) for r in requests}
     drafter = ScriptedDrafter(script=lambda r: [3] * r.gamma)
     engine = tiny_engine(policy, [drafter], config=EngineConfig(max_batch=8, prefix_cache=False))
-    victim_page = engine._scheduler.pool._free[-1]  # the first page handed out goes to the first request
+    victim_page = engine._scheduler.pool._free[0]  # the first page handed out goes to the first request
     engine._decoder = _PoisonedDecoder(engine._decoder, position=position, token=victim_page)  # type: ignore[assignment]
     plan = fixed_plan(drafter.name, gamma) if gamma else ar_plan
     done = run_engine(engine, requests, plan)

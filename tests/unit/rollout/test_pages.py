@@ -40,6 +40,13 @@ def test_releasing_twice_or_sharing_a_free_page_is_caught() -> None:
         pool.hold([0])
 
 
+def test_the_lowest_free_pages_are_taken_first_and_in_rising_order() -> None:
+    pool = PagePool(8)
+    assert pool.take(6) == [0, 1, 2, 3, 4, 5]
+    pool.release([4, 1, 3])
+    assert pool.take(4) == [1, 3, 4, 6]
+
+
 def _published(pool: PagePool, index: PrefixIndex, tokens: list[int], version: int = 1) -> list[int]:
     pages = pool.take(pages_for(len(tokens)))
     assert pages is not None
