@@ -394,14 +394,22 @@ class AutoController(BaseController):
             if gamma > 0
         }
         for name in set(drafters) if self._traits.gamma_per_sequence else ():
-            if self._keeper.little_known(name):
-                left = YOUNG_TOKENS
-                for key in [key for key, a in assignments.items() if a.drafter == name]:
-                    if left > 0.0:
-                        left -= assignments[key].gamma
-                    else:
-                        del assignments[key]
+            keys = [key for key, a in assignments.items() if a.drafter == name]
+            if not self._keeper.little_known(name) or self._try_together(name, len(keys)):
+                continue
+            left = YOUNG_TOKENS
+            for key in keys:
+                if left > 0.0:
+                    left -= assignments[key].gamma
+                else:
+                    del assignments[key]
         return assignments
+
+    def _try_together(self, name: str, sequences: int) -> bool:
+        """Whether so many sequences in lanes teach no more in a round than is wanted. Their gamma does not
+        tell: it is how far lanes may get, and beside sequences that decode otherwise they get nowhere."""
+        pipeline = self._pipelines.get(name)
+        return pipeline is not None and sequences * pipeline.loops <= YOUNG_TOKENS * pipeline.depth
 
     # Exploring.
 

@@ -46,6 +46,13 @@ YOUNG_TOKENS = 40.0
 """Evidence below which a drafter's plan stands for one round: it was made of hope, and each round still
 teaches a lot. One of a large batch brings more than that, and shows the most."""
 
+YOUNG_SHARE = 0.4
+"""Share of the time that planning may take meanwhile: rounds of a small policy are as short as a plan."""
+
+YOUNG_GROWTH = 0.5
+"""Growth of what was seen that is thought about for any share. What a token teaches is the less the more
+were seen."""
+
 YOUNG_COPIED_TOKENS = 12
 """Draft tokens after which that is done for a drafter that runs no model. It risks rows only, and a plan
 takes a tenth of a round on a laptop: too much to pay for every token copied."""
@@ -91,6 +98,9 @@ class KeptPlan:
     """Its drafters of which little was known."""
 
     teach_tokens: int
+    """Draft tokens seen of those after which it is made anew, once planning may take time again."""
+
+    grown_tokens: int
     """Draft tokens seen of those after which it is made anew."""
 
 
@@ -164,6 +174,7 @@ class PlanKeeper:
         models = tuple(sorted(filter(self._runs_model, used)))
         young = tuple(sorted(filter(self.little_known, used)))
         whole = len(plan.assignments) == len(load.sequences) and len(used) == len(models) == 1 and not young
+        seen = self._seen_tokens(young)
         teaches = 1 if any(d in models for d in young) else YOUNG_COPIED_TOKENS
         patience = 1.0 if plan.assignments else FAR_PATIENCE if gain < FAR_GAIN else PLAIN_PATIENCE
         self._kept = KeptPlan(
@@ -178,7 +189,8 @@ class PlanKeeper:
             models=models,
             everyone=max(plan.assignments.values(), key=lambda a: a.gamma) if whole else None,
             young=young,
-            teach_tokens=self._seen_tokens(young) + teaches,
+            teach_tokens=seen + teaches,
+            grown_tokens=seen + max(teaches, int(YOUNG_GROWTH * seen)),
         )
         self._since_plan_s = self._since_look_up_s = 0.0
         self._pause_rounds = self._copy_round = 0
@@ -219,7 +231,10 @@ class PlanKeeper:
             return False
         if kept.usable != self._usable():
             return False
-        return not kept.young or self._seen_tokens(kept.young) < kept.teach_tokens
+        if not kept.young:
+            return True
+        hurried = self._since_plan_s < PLAN_S / YOUNG_SHARE
+        return self._seen_tokens(kept.young) < (kept.grown_tokens if hurried else kept.teach_tokens)
 
     def _fits_batch(self, kept: KeptPlan, keys: tuple[int, ...]) -> bool:
         """Whether it is for about this batch.
