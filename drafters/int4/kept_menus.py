@@ -36,11 +36,14 @@ def kept_or_taken(
     except (OSError, ValueError) as error:
         log.warning("%s is not usable and is taken anew: %s", path, error)
     menu = take_menu(shapes, group=group, dtype=dtype, device=device)
+    scratch = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(menu.to_json() + "\n")
-        scratch.replace(path)  # whole or not at all: hosts may start together
+        try:
+            scratch.write_text(menu.to_json() + "\n")
+            scratch.replace(path)  # whole or not at all: hosts may start together
+        finally:
+            scratch.unlink(missing_ok=True)
     except OSError as error:
         log.warning("the timings of kernels are not kept: %s", error)
     return menu
@@ -49,7 +52,10 @@ def kept_or_taken(
 def forget_all() -> None:
     """Drop every kept menu; each is taken anew when it is next wanted."""
     for path in _folder().glob(f"{PREFIX}*.json"):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("kept timings of kernels cannot be dropped and are used again: %s", error)
 
 
 def _folder() -> Path:

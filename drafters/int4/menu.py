@@ -7,6 +7,7 @@ Shapes: R rows, N out features, K in features.
 """
 
 import json
+import math
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -95,7 +96,14 @@ class KernelMenu:
         whole = all(len(values) == len(ROWS) for values in seconds.values())
         if not (same_rows and whole and set(seconds) <= set(KERNELS)):
             raise ValueError("a menu of other kernels or row counts")
+        if not all(value is None or _is_time(value) for values in seconds.values() for value in values):
+            raise ValueError("a menu of times that are none")
         return menu_of(seconds, why_not)
+
+
+def _is_time(value: object) -> bool:
+    """Whether a value read from a file is a number of seconds that a kernel can have taken."""
+    return isinstance(value, float | int) and 0 <= value < math.inf
 
 
 def menu_of(seconds: Mapping[Kernel, tuple[float | None, ...]], why_not: Mapping[str, str]) -> KernelMenu:

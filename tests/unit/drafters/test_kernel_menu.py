@@ -122,7 +122,9 @@ def test_shapes_are_counted_once_per_loop_the_head_once() -> None:
 def test_what_is_no_menu_is_refused_and_a_menu_comes_back_whole() -> None:
     menu = menu_of({**FLAT, **by_rows(aten=(1.0, *(None,) * 6))}, {"nf4": "not installed"})
     assert KernelMenu.from_json(menu.to_json()) == menu
-    for damaged in ("", "[]", "{}", menu.to_json().replace("torch", "tarch"), menu.to_json()[:-30]):
+    text = menu.to_json()
+    no_times = [text.replace("10.0", time) for time in ('"a"', "[]", "-1.0", "NaN", "Infinity")]
+    for damaged in ("", "[]", "{}", text.replace("torch", "tarch"), text[:-30], *no_times):
         with pytest.raises(ValueError, match="menu of"):
             KernelMenu.from_json(damaged)
 
@@ -146,7 +148,7 @@ def test_a_menu_is_taken_once_per_machine_and_again_when_damaged_forgotten_or_of
     ask(*SMALL)
     assert len(taken) == 1
     (file,) = (tmp_path / "calibration").iterdir()
-    file.write_text("half a fi")
+    file.write_text(file.read_text().replace("10.0", '"half a fi"'))
     ask(*SMALL)
     ask(SMALL[0])
     assert len(taken) == 3
@@ -154,6 +156,22 @@ def test_a_menu_is_taken_once_per_machine_and_again_when_damaged_forgotten_or_of
     forget_all()
     ask(*SMALL)
     assert len(taken) == 4
+
+
+def test_a_menu_that_can_be_neither_kept_nor_dropped_is_used_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TAILDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(kept_menus, "take_menu", lambda *_, **__: menu_of(FLAT, {}))
+    kept_or_taken(SMALL, group=32, dtype=torch.bfloat16, device=CPU)
+    (file,) = (tmp_path / "calibration").iterdir()
+    file.unlink()
+    file.mkdir()  # nobody may write in its place, whoever runs this
+    assert kept_or_taken(SMALL, group=32, dtype=torch.bfloat16, device=CPU).words() == "torch"
+    forget_all()
+    assert "are not kept" in caplog.text
+    assert "cannot be dropped" in caplog.text
+    assert list((tmp_path / "calibration").iterdir()) == [file], "and nothing is left beside it"
 
 
 MENU = menu_of({**FLAT, **by_rows(int8=(20.0, 20.0, 20.0, 1.0, 1.0, 1.0, 1.0))}, {})
