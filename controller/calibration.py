@@ -143,6 +143,8 @@ class Calibration:
         try:
             data = json.loads(text)
             found, stored = data.pop("format"), data["key"]
+            if found != CALIBRATION_FORMAT:  # before its fields are read: an older one has others
+                raise ValueError(f"calibration format {found}, expected {CALIBRATION_FORMAT}")
             record = cls(
                 key=stored,
                 parts={name: PartFit(**fit) for name, fit in data["parts"].items()},
@@ -154,8 +156,6 @@ class Calibration:
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a calibration: {error}") from error
-        if found != CALIBRATION_FORMAT:
-            raise ValueError(f"calibration format {found}, expected {CALIBRATION_FORMAT}")
         if key is not None and stored != key:
             raise ValueError(f"calibration is for {stored!r}, not {key!r}")
         return record

@@ -83,10 +83,13 @@ def test_what_is_no_calibration_is_refused(text: str) -> None:
         Calibration.from_json(text)
 
 
-def test_a_later_format_is_refused() -> None:
+def test_another_format_is_refused_by_its_number_whatever_fields_it_has() -> None:
     text = fit(sweep(SimulatedMachine(shapes=SHAPES)), SHAPES).to_json()
     with pytest.raises(ValueError, match="format 99"):
         Calibration.from_json(text.replace(THIS, '"format": 99'))
+    without_drafts = text.replace(THIS, '"format": 2').replace('"drafts"', '"later"')
+    with pytest.raises(ValueError, match="calibration format 2, expected"):
+        Calibration.from_json(without_drafts)
 
 
 def test_a_sweep_is_small_covers_every_model_and_both_kinds_of_rows() -> None:
