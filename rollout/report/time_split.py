@@ -69,7 +69,7 @@ class _Group:
 def time_split(journal: Journal) -> Panel:
     """Shares of a round's time by what was done, for every mix of drafters and every batch."""
     title = "Where a round's time goes"
-    rounds = [r for r in journal.rounds if r.policy_pass is not None]
+    rounds = [r for r in journal.rounds if r.policy_pass is not None and r.total_s > 0]
     if not rounds:
         return no_data(title, "no round told what its time went on.")
     groups = _groups(rounds)

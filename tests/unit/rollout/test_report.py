@@ -586,6 +586,13 @@ def test_rounds_with_prompts_are_told_apart_and_those_of_prompts_alone_too(tmp_p
     assert "<td>50.0%</td>" in body  # of all time, where there were two
 
 
+def test_rounds_that_took_no_time_are_none_to_share_out(tmp_path: Path) -> None:
+    record = _round(0, version=1, batch=4, gamma=0, rng=random.Random(0))
+    nothing = PassSeconds(forward_s=0.0, choose_s=0.0)
+    facts = replace(record.facts, policy_pass=nothing, total_s=0.0, draft_s=0.0, verify_s=0.0, commit_s=0.0)
+    assert "No data" in _one_round(tmp_path / "none", replace(record, facts=facts)).note
+
+
 def test_a_forward_that_was_not_split_is_drawn_whole_and_said_to_be(tmp_path: Path) -> None:
     record = _round(0, version=1, batch=4, gamma=0, rng=random.Random(0))
     whole = PassSeconds(forward_s=0.0044, choose_s=0.0)
