@@ -17,6 +17,7 @@ import torch
 from rollout.bench.machine import commit, machine, versions
 from rollout.config import PolicyConfig
 from rollout.errors import ConfigError, RolloutError
+from rollout.output_files import writable
 from rollout.policy.place import resolve
 from rollout.progress import say
 from rollout.report.journal import Journal, read_journal
@@ -44,12 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON written")
     options = parser.parse_args(arguments)
     try:
+        out = writable(options.out, "--out")
         folders = {name: Path(folder) for name, _, folder in (run.partition("=") for run in options.runs)}
         record = side_by_side({n: read_journal(f) for n, f in folders.items()}, held_out=options.exercises)
     except RolloutError as error:
         say(f"looped_grpo: {error}")
         return REFUSED
-    options.out.write_text(readable_json(record))
+    out.write_text(readable_json(record))
     return FOUND
 
 

@@ -1,6 +1,7 @@
 """A record as JSON that people read and compare: lists of plain values in one line, numbers of six digits."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,8 @@ DIGITS = 6
 
 def readable_json(record: Mapping[str, Any]) -> str:
     """Return ``record`` as JSON text. Whole numbers stay as they are; no string may hold a list's bracket
-    followed by a line's end, which none of ours does."""
+    followed by a line's end, which none of ours does. What is no number, as the error of a single value is
+    none, is null."""
     text = json.dumps(_rounded(record), indent=1)
     return re.sub(r"\[\s*\n([^\[\]{}]*?)\n\s*\]", lambda found: f"[{_in_one_line(found[1])}]", text) + "\n"
 
@@ -22,7 +24,7 @@ def _in_one_line(lines: str) -> str:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: _rounded(each) for name, each in value.items()}
     return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value

@@ -22,6 +22,7 @@ from rollout.bench.machine import commit, machine, versions
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.build import engine_of
 from rollout.errors import RolloutError
+from rollout.output_files import writable
 from rollout.policy.place import resolve
 from rollout.policy.source import load_policy
 from rollout.progress import Progress, say
@@ -80,13 +81,14 @@ def main(arguments: Sequence[str]) -> int:
     measuring = Measuring(exercises=options.exercises)
     torch.set_num_threads(options.threads)
     try:
+        out = writable(options.out, "--out")  # minutes of training must not end in a file that cannot be
         record = compare(
             options.policy, training, measuring, weights=options.weights, seeds=range(options.seeds)
         )
     except RolloutError as error:
         say(f"looped_teaching: {error}")
         return REFUSED
-    options.out.write_text(readable_json(record))
+    out.write_text(readable_json(record))
     return WRITTEN
 
 

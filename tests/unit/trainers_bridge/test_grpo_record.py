@@ -1,6 +1,7 @@
 """Runs set side by side: what is compared, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,12 @@ def test_the_json_says_what_the_record_does_with_lists_of_numbers_in_a_line() ->
     record = {
         "a": [1, 2.5, None, 3],
         "b": [{"c": [1.23456789, -1e-9]}, {}],
-        "d": [],
+        "d": [math.nan, math.inf],
         "e": {"f": [[1, 2], [3]]},
     }
     text = readable_json(record)
     assert '"a": [1, 2.5, null, 3]' in text
-    assert json.loads(text) == record | {"b": [{"c": [1.23457, -1e-9]}, {}]}
+    assert json.loads(text) == record | {"b": [{"c": [1.23457, -1e-9]}, {}], "d": [None, None]}
 
 
 def test_a_run_that_has_not_ended_is_refused_by_name(

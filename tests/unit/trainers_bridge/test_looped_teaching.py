@@ -11,7 +11,7 @@ from trainers_bridge.looped.folder import write_policy
 from trainers_bridge.looped.loss import distillation
 from trainers_bridge.looped.model import OuroForCausalLM
 from trainers_bridge.looped.pretraining import Pretraining, Shape, new_policy
-from trainers_bridge.looped.teaching import Continuing, Measuring, compare, continued, gains
+from trainers_bridge.looped.teaching import REFUSED, Continuing, Measuring, compare, continued, gains, main
 
 TINY = Pretraining(shape=Shape(hidden_size=32, intermediate_size=32, layers=1, heads=2))
 
@@ -56,6 +56,13 @@ def test_runs_differ_by_the_weight_alone_and_the_taught_loops_stay_nearer(tmp_pa
     others = again.state_dict()
     assert all(torch.equal(value, others[name]) for name, value in plain.state_dict().items())
     assert apart(taught) < 0.9 * apart(plain)
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--out", str(tmp_path), "--threads", str(torch.get_num_threads())]) == REFUSED
+    assert "--out" in capsys.readouterr().err
 
 
 @pytest.mark.slow
