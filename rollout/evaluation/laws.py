@@ -36,6 +36,9 @@ VOCABULARY = 4
 LOOPED_SEED, DENSE_SEED = 8, 6
 """Of random policies that find many short texts likely."""
 
+USUAL_LOOPS = 4
+"""Of the looped one; more where a drafter under test runs as many itself."""
+
 TEXT_TOKENS = 4
 """Of a text that is counted: the first is chosen plainly, with its prompt, the others under drafts."""
 
@@ -97,8 +100,9 @@ def law_findings(
     drafters: Sequence[str], config: DrafterConfig, *, looped: bool, draws: int, seed: int, note: Note
 ) -> Iterator[Finding]:
     """Yield a finding per drafter and filter, then those of the enumerated rounds."""
+    loops = max([USUAL_LOOPS, *map(least_loops, drafters)])
     policy = (
-        tiny_looped_policy(seed=LOOPED_SEED, vocab=VOCABULARY, layers=1)
+        tiny_looped_policy(seed=LOOPED_SEED, vocab=VOCABULARY, layers=1, loops=loops)
         if looped
         else tiny_policy(seed=DENSE_SEED, vocab=VOCABULARY, layers=1)
     )

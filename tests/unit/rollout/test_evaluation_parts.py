@@ -18,7 +18,7 @@ from rollout.evaluation.cost_law import RoundWork, lane_law, predict
 from rollout.evaluation.echo import FEWEST_RUNS, RUN_TOKENS, echo_of, repeated_shares
 from rollout.evaluation.forward_times import ForwardTimes, timed_rows
 from rollout.evaluation.goals import Measured, goals_of
-from rollout.evaluation.laws import fit_of
+from rollout.evaluation.laws import fit_of, law_findings
 from rollout.evaluation.spread import EXACT, limits_of, spread
 from rollout.evaluation.subject import drafters_of
 from rollout.evaluation.sweep import Spot, draft_lengths, plan_spots
@@ -346,6 +346,15 @@ def test_counts_fit_their_own_law_and_no_other() -> None:
     assert not fit_of(Counter({(0,): 800, (1,): 600, (2,): 600}), law).passed
     forbidden = fit_of(Counter({(0,): 1000, (1,): 500, (2,): 498, (4,): 2}), law)
     assert (forbidden.forbidden, forbidden.passed) == (2, False)
+
+
+def test_laws_are_drawn_of_a_policy_deep_enough_for_every_drafter() -> None:
+    settings = DrafterConfig(max_gamma=2)
+    finding = next(
+        law_findings(("shallow_loop_5",), settings, looped=True, draws=100, seed=0, note=lambda _: None)
+    )
+    assert finding.measures["drafted"] > 0
+    assert finding.passed
 
 
 def test_streams_of_several_runs_are_told_as_one() -> None:
