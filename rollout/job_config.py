@@ -165,6 +165,11 @@ class BenchConfig:
     """``on``: the policy as it is; ``off``: moved off its 4-bit grid (``policy.offgrid``). ``steps`` and
     ``peers`` take it as it is: what a round costs does not depend on it."""
 
+    questions: Literal["auto", "policy", "general"] = "auto"
+    """Of ``drain`` and ``fixed``. ``policy``: those its folder brings as ``prompts.txt``, in turn and up to
+    four times each; ``general``: ours, of ``rollout/bench/prompts.py``; ``auto``: the policy's where its
+    folder has them. ``steps`` and ``peers`` ask ours."""
+
     prompts: int = 32
     """Rows of ``drain``, all submitted at once."""
 

@@ -13,6 +13,7 @@ from controller.types import AR
 from rollout.bench.arms import ArmSpec, EngineArms, Run, TextGuard, Work, timed
 from rollout.bench.foreign import Foreign
 from rollout.bench.pairing import PairedRatio, Timed
+from rollout.bench.questions import Asked
 from rollout.bench.schedule import Note
 from rollout.bench.streams import StreamTimes
 from rollout.bench.summary import RoundSummary
@@ -42,6 +43,9 @@ class Cell:
 
     tune: Callable[["Cell", Note], None] | None = None
     """Settles what is chosen by a pilot, after the reference run and before anything is timed."""
+
+    asked: Asked | None = None
+    """Whose questions the prompts are; None: a result does not say."""
 
     pilot: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """By arm, what pilots found: of ``tune`` seconds by choice, of a foreign arm what it says itself."""

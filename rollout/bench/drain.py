@@ -13,7 +13,7 @@ from rollout.bench.grids import AUTO, Grid
 from rollout.bench.hf_arm import HfArm
 from rollout.bench.lengths import trace_lengths
 from rollout.bench.pairing import Claim, PairedRatio
-from rollout.bench.prompts import prompt_ids
+from rollout.bench.questions import Asked, questions_asked
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
 
@@ -33,6 +33,8 @@ def drain_cells(job: JobConfig, grids: Sequence[Grid], arms: Sequence[str], hf: 
 def _cell(job: JobConfig, grid: Grid, law: str, arms: Sequence[str], hf: HfArm | None) -> Cell:
     bench = job.bench
     prefix = f"{law}_{grid.prefix}"
+    asked = questions_asked(grid.policy, bench.questions, rows=bench.prompts, new_tokens=bench.cap_tokens)
+    check_context(grid, asked.prompts, bench.cap_tokens)
     specs = arm_specs(job.controller, job.drafter.names, gamma=bench.gamma)
     ours = {name: spec for name, spec in specs.items() if name in arms}
     claims = [
@@ -46,11 +48,12 @@ def _cell(job: JobConfig, grid: Grid, law: str, arms: Sequence[str], hf: HfArm |
         prefix=prefix,
         arms=grid.arms,
         specs=ours,
-        work=_work(job, grid, law),
+        work=_work(job, asked, law),
         ratios=[PairedRatio(c, min_pairs=bench.min_pairs, max_pairs=bench.max_pairs) for c in claims],
         seed=job.seed,
         cap_tokens=bench.cap_tokens,
         foreign={} if hf is None else {HF: HfReplay(arm=hf)},
+        asked=asked,
     )
 
 
@@ -68,13 +71,11 @@ def _claim(prefix: str, a: str, b: str, *, margin: float, goal: float | None) ->
     )
 
 
-def _work(job: JobConfig, grid: Grid, law: str) -> Work:
+def _work(job: JobConfig, asked: Asked, law: str) -> Work:
     bench = job.bench
-    prompts = prompt_ids(grid.policy.tokenizer, bench.prompts)
-    check_context(grid, prompts, bench.cap_tokens)
     return Work(
-        prompts=tuple(prompts),
-        max_tokens=_trace(bench, job.seed) if law == "trace" else (bench.cap_tokens,) * len(prompts),
+        prompts=asked.prompts,
+        max_tokens=_trace(bench, job.seed) if law == "trace" else (bench.cap_tokens,) * bench.prompts,
         ignore_eos=law == "trace",
         temperature=bench.temperature,
         run_seed=job.seed,

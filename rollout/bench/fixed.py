@@ -11,7 +11,7 @@ from rollout.bench.cell import Cell
 from rollout.bench.drain import check_context
 from rollout.bench.grids import AUTO, Grid
 from rollout.bench.pairing import Claim, PairedRatio
-from rollout.bench.prompts import prompt_ids
+from rollout.bench.questions import questions_asked
 from rollout.bench.schedule import Note
 from rollout.job_config import JobConfig
 
@@ -38,8 +38,8 @@ def fixed_cells(job: JobConfig, grids: Sequence[Grid], arms: Sequence[str]) -> l
 def _cell(job: JobConfig, grid: Grid, batch: int, arms: Sequence[str]) -> Cell:
     bench = job.bench
     prefix = f"fixed_b{batch}_{grid.prefix}"
-    prompts = prompt_ids(grid.policy.tokenizer, batch)
-    check_context(grid, prompts, bench.fixed_tokens)
+    asked = questions_asked(grid.policy, bench.questions, rows=batch, new_tokens=bench.fixed_tokens)
+    check_context(grid, asked.prompts, bench.fixed_tokens)
     specs = arm_specs(job.controller, job.drafter.names, gamma=bench.gamma)
     ours = {name: spec for name, spec in specs.items() if name in arms}
 
@@ -51,7 +51,7 @@ def _cell(job: JobConfig, grid: Grid, batch: int, arms: Sequence[str]) -> Cell:
         arms=grid.arms,
         specs=ours,
         work=Work(
-            prompts=tuple(prompts),
+            prompts=asked.prompts,
             max_tokens=(bench.fixed_tokens,) * batch,
             ignore_eos=True,
             temperature=bench.temperature,
@@ -69,6 +69,7 @@ def _cell(job: JobConfig, grid: Grid, batch: int, arms: Sequence[str]) -> Cell:
         seed=job.seed,
         cap_tokens=bench.fixed_tokens,
         tune=tune if W4 in ours else None,
+        asked=asked,
     )
 
 

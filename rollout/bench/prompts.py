@@ -52,17 +52,18 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase | None", count: int) -> list[
         raise ConfigError(f"bench: {count} sequences wanted, and there are {len(PROMPTS)} prompts")
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ConfigError("bench: policy.source has no tokenizer with a chat template, and prompts need one")
-    return [
-        tuple(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
+    return [encoded(tokenizer, text) for text in PROMPTS[:count]]
+
+
+def encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
+    """Return the ids of one question: through the chat template, where the tokenizer has one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return tuple(tokenizer.encode(text))
+    return tuple(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        for text in PROMPTS[:count]
-    ]
+    )
 
 
 def long_prompts(

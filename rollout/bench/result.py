@@ -17,7 +17,8 @@ from rollout.bench.streams import StreamTimes
 from rollout.bench.summary import RoundSummary
 from rollout.tracking.reduce import AcceptanceCounts
 
-SCHEMA = 1
+SCHEMA = 2
+"""2: ``questions``, whose were asked."""
 
 Json = dict[str, Any]
 
@@ -47,6 +48,11 @@ def result(
             for cell in cells
             for name, summary in summaries[cell.prefix].items()
             if summary.acceptance
+        },
+        "questions": {
+            cell.prefix: {"from": cell.asked.source, "different": cell.asked.different}
+            for cell in cells
+            if cell.asked is not None
         },
         "lengths": {
             cell.prefix: asdict(summarize(cell.guard.lengths, cap_tokens=cell.cap_tokens))

@@ -6,33 +6,22 @@ that text is no echo. Both are counted.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout.bench.arms import Work
-from rollout.bench.prompts import PROMPTS
+from rollout.bench.prompts import PROMPTS, encoded
+from rollout.bench.questions import in_turn, own_questions
 from rollout.engine.native.engine import NativeEngine
 from rollout.errors import ConfigError
 from rollout.evaluation.echo import Echo, echo_of
 from rollout.policy.source import Policy
-from rollout.proof.requests import encoded
 from rollout.proof.steering import Steering, drive
 from rollout.testing_native import ar_plan
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-PROMPTS_FILE = "prompts.txt"
-"""In a policy's folder: what it was trained to answer, one question a line."""
-
 RANDOM_PROMPTS = 32
 """Where there is no tokenizer to ask with."""
-
-SAMPLES = 4
-"""Texts tried per prompt, each under noise of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +61,10 @@ def prompts_of(policy: Policy, *, new_tokens: int) -> list[tuple[int, ...]]:
     Each leaves room for ``new_tokens``. Raises ``ConfigError`` for a file of the folder that holds no
     questions, or one too long; others are left out where they are too long, and one must be left.
     """
-    own, room = policy.folder / PROMPTS_FILE, policy.spec.max_positions - new_tokens
-    if policy.tokenizer is not None and own.is_file():
-        return _own_prompts(policy.tokenizer, own, room=room, new_tokens=new_tokens)
+    own = own_questions(policy, new_tokens=new_tokens)
+    if own is not None:
+        return own
+    room = policy.spec.max_positions - new_tokens
     if policy.tokenizer is None:
         rng, vocab = random.Random(0), policy.spec.vocab_size
         given = [
@@ -89,31 +79,6 @@ def prompts_of(policy: Policy, *, new_tokens: int) -> list[tuple[int, ...]]:
             f"of {min(map(len, given))}, do not fit the policy's {room + new_tokens} positions; ask for fewer"
         )
     return fitting
-
-
-def _own_prompts(
-    tokenizer: "PreTrainedTokenizerBase", own: Path, *, room: int, new_tokens: int
-) -> list[tuple[int, ...]]:
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"policy.source: {own} is not UTF-8 text: {error}; write it as such") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        prompts.append(encoded(tokenizer, line))
-        if len(prompts[-1]) > room:
-            raise ConfigError(
-                f"policy.source: {own}, line {number}: {len(prompts[-1])} tokens and {new_tokens} new ones "
-                f"do not fit the policy's {room + new_tokens} positions; shorten the line or the texts"
-            )
-    if not prompts:
-        raise ConfigError(
-            f"policy.source: {own} holds no question; write one a line, or take the file away: questions of "
-            "our own are asked then"
-        )
-    return prompts
 
 
 def select_questions(
@@ -131,7 +96,7 @@ def select_questions(
     """
     longest, limit = max(lengths), engine.traits.max_context_tokens
     fitting = [prompt for prompt in prompts if len(prompt) + longest <= limit]
-    candidates = _candidates(fitting)
+    candidates = ((f"evaluate/{number}/{sample}", prompt) for number, sample, prompt in in_turn(fitting))
     by_length: dict[int, list[Question]] = {length: [] for length in lengths}
     too_short = dict.fromkeys(lengths, 0)
     echoes: list[Excluded] = []
@@ -155,12 +120,6 @@ def select_questions(
         by_length={length: tuple(found[:wanted]) for length, found in by_length.items()},
         too_short=too_short,
     )
-
-
-def _candidates(prompts: Sequence[tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for sample in range(SAMPLES):
-        for number, prompt in enumerate(prompts):
-            yield f"evaluate/{number}/{sample}", prompt
 
 
 def _answered(

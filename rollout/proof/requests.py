@@ -3,15 +3,11 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rollout.bench.prompts import PROMPTS
+from rollout.bench.prompts import PROMPTS, encoded
 from rollout.policy.source import Policy
 from rollout.seeds import sample_seed
 from rollout.types import Request, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SAMPLES_PER_PROMPT = 4
 """A group: its samples share prompt pages, and the history drafter finds siblings in it."""
@@ -100,14 +96,3 @@ def _prompt_ids(policy: Policy, count: int, rng: random.Random) -> list[tuple[in
         vocab = policy.spec.vocab_size
         return [tuple(rng.randrange(vocab) for _ in range(rng.randrange(8, 60))) for _ in range(count)]
     return [encoded(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(count)]
-
-
-def encoded(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
-    """Return the ids of one question: through the chat template, where the tokenizer has one."""
-    if not getattr(tokenizer, "chat_template", None):
-        return tuple(tokenizer.encode(text))
-    return tuple(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    )

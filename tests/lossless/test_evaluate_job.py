@@ -14,6 +14,7 @@ import pytest
 
 from controller.types import AR
 from drafters.config import DrafterConfig
+from rollout.bench.questions import PROMPTS_FILE
 from rollout.cli import MISUSED
 from rollout.cli import main as cli
 from rollout.config import EngineConfig, PolicyConfig
@@ -22,7 +23,7 @@ from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.lanes.wavefront import Wavefront
 from rollout.engine.native.rows import RowBatch
 from rollout.evaluation.generation import free_report, plain_texts, replayed_choice
-from rollout.evaluation.questions import PROMPTS_FILE, select_questions
+from rollout.evaluation.questions import select_questions
 from rollout.evaluation.spread import EXACT, Limits
 from rollout.evaluation.ways import DraftWay
 from rollout.job_config import EvaluateConfig, EvaluationPart, JobConfig

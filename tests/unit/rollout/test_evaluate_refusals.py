@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from drafters.config import DrafterConfig
+from rollout.bench.questions import PROMPTS_FILE
 from rollout.config import PolicyConfig
 from rollout.errors import ConfigError
-from rollout.evaluation.questions import PROMPTS_FILE, prompts_of
+from rollout.evaluation.questions import prompts_of
 from rollout.evaluation.subject import drafters_of, most_new_tokens
 from rollout.job_config import EvaluateConfig, JobConfig
 from rollout.jobs import evaluate
