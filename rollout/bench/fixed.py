@@ -19,6 +19,9 @@ W4 = "w4"
 W4_OVER_AR_ON_GRID = {1: 1.4, 2: 1.25}
 """By batch."""
 
+W4_OVER_AR_ON_GRID_STRICT = {1: 1.7, 2: 1.5, 4: 1.3}
+"""By batch, the stricter goals beside them."""
+
 AUTO_OVER_AR = 0.98
 """At every batch: what deciding and probing may cost where speculation never pays."""
 
@@ -101,14 +104,17 @@ def choose_gamma(cell: Cell, job: JobConfig, note: Note) -> None:
 
 def _claim(prefix: str, name: str, grid: Grid, batch: int, *, margin: float) -> Claim:
     goal: float | None = None
+    stricter: float | None = None
     if name == AUTO:
         goal = AUTO_OVER_AR
     elif name == W4 and grid.grid == "on":
-        goal = W4_OVER_AR_ON_GRID.get(batch)
+        goal, stricter = W4_OVER_AR_ON_GRID.get(batch), W4_OVER_AR_ON_GRID_STRICT.get(batch)
+    goals = [g for g in (goal, stricter) if g is not None]
     return Claim(
         name=f"{prefix}{name}_over_ar",
         a=name,
         b="ar",
-        margin=margin if goal is None else abs(goal - 1.0),
+        margin=min((abs(g - 1.0) for g in goals), default=margin),
         at_least=goal,
+        stricter=stricter,
     )

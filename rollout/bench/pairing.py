@@ -129,6 +129,15 @@ class Claim:
     at_least: float | None = None
     """The goal; None: reported only."""
 
+    stricter: float | None = None
+    """A second goal, judged on the same pairs under a name of its own, ``NAME_strict``."""
+
+    @property
+    def goals(self) -> dict[str, float]:
+        """Every goal by its name in the result."""
+        named = {self.name: self.at_least, f"{self.name}_strict": self.stricter}
+        return {name: goal for name, goal in named.items() if goal is not None}
+
 
 class PairedRatio:
     """All pairs of one claim."""
@@ -184,9 +193,12 @@ class PairedRatio:
 
         None where there is no goal; undecided on fewer than the least number of pairs.
         """
-        goal, interval = self.claim.at_least, self.interval
-        if goal is None:
-            return None
+        goal = self.claim.at_least
+        return None if goal is None else self.verdict_on(goal)
+
+    def verdict_on(self, goal: float) -> Verdict:
+        """Return what the pairs say about one goal, as ``verdict`` does."""
+        interval = self.interval
         if interval is None or len(self.ratios) < self._min_pairs:
             return "undecided"
         if interval[0] >= goal:

@@ -80,13 +80,13 @@ def _arm_names(cell: Cell) -> list[str]:
 def _goals(ratios: Sequence[PairedRatio]) -> list[Json]:
     return [
         {
-            "name": ratio.claim.name,
-            "at_least": ratio.claim.at_least,
+            "name": name,
+            "at_least": goal,
             "ci90_low": ratio.interval[0] if ratio.interval is not None else None,
-            "verdict": ratio.verdict,
+            "verdict": ratio.verdict_on(goal),
         }
         for ratio in ratios
-        if ratio.claim.at_least is not None
+        for name, goal in ratio.claim.goals.items()
     ]
 
 
@@ -105,22 +105,23 @@ def _ratio(ratio: PairedRatio) -> Json:
 
 
 def _undecided(ratios: Sequence[PairedRatio], ending: str | None) -> list[Json]:
-    """Return the ratios whose interval is wider than their claim allows, or whose goal lies inside it."""
+    """Return the ratios whose interval is wider than their claim allows, and the goals that lie inside it."""
     out = []
     for ratio in ratios:
-        if ratio.settled and ratio.verdict != "undecided":
-            continue
+        inside = [name for name, goal in ratio.claim.goals.items() if ratio.verdict_on(goal) == "undecided"]
+        names = inside if ratio.settled else list(dict.fromkeys([ratio.claim.name, *inside]))
         width = None if ratio.interval is None else ratio.interval[1] - ratio.interval[0]
         why = "the goal lies inside the interval" if ratio.settled else f"stopped by {ending}"
-        out.append(
+        out += [
             {
-                "name": ratio.claim.name,
+                "name": name,
                 "pairs": len(ratio.ratios),
                 "width": width,
                 "wanted_width": ratio.wanted_width,
                 "why": why if ending is not None else "still running",
             }
-        )
+            for name in names
+        ]
     return out
 
 
@@ -198,12 +199,12 @@ def table(data: Mapping[str, Any]) -> str:
             lines.append(f"{name:<26}{len(times):>5}{median:>11.3f}{arm['tokens_per_s']:>11.1f}")
     head = f"{'ratio (above 1: the first is faster)':<40}{'median':>8}{'90% interval':>17}"
     lines += ["", f"{head}{'pairs':>7}{'dropped':>9}  goal"]
-    goals = {goal["name"]: goal for goal in data["goals"]}
+    goals = {goal["name"]: f">= {goal['at_least']:g}: {goal['verdict']}" for goal in data["goals"]}
     for name, ratio in data["ratios"].items():
         interval = "{:.3f} .. {:.3f}".format(*ratio["ci90"]) if ratio["ci90"] else "-"
         median = "-" if ratio["median"] is None else f"{ratio['median']:.3f}"
-        goal = goals.get(name)
-        said = f"  >= {goal['at_least']:g}: {goal['verdict']}" if goal else ""
+        judged = [goals[key] for key in (name, f"{name}_strict") if key in goals]
+        said = "".join(f"  {text}" for text in judged)
         lines.append(f"{name:<40}{median:>8}{interval:>17}{ratio['pairs']:>7}{ratio['dropped']:>9}{said}")
     if data["undecided"]:
         lines += ["", "undecided: " + ", ".join(u["name"] for u in data["undecided"])]

@@ -4,16 +4,20 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from controller.testing import W4_ONLY, SimulatedMachine
 from controller.trust import Quality
 from rollout.bench.book import told
+from rollout.bench.bound import Peaks
+from rollout.bench.cell import Cell
+from rollout.bench.fixed import fixed_cells
 from rollout.bench.grids import chosen_arms, open_grid, resolved_engine
+from rollout.bench.pairing import Timed
 from rollout.bench.prompts import PROMPTS, prompt_ids
-from rollout.bench.result import table
+from rollout.bench.result import result, table
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
@@ -213,6 +217,45 @@ def test_each_workload_has_its_own_batches_unless_some_are_named() -> None:
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         BenchConfig(**settings)
+
+
+def fixed_cells_of(folder: Path, which: Literal["on", "off"]) -> list[Cell]:
+    bench = BenchConfig(workload="fixed", arms=("ar", "w4"), batches=(1, 2, 4, 8), fixed_tokens=4)
+    engine = replace(COMPILED, max_batch=8)
+    job = JobConfig(policy=PolicyConfig(source=str(folder)), engine=engine, bench=bench)
+    grid = open_grid(job, engine, which)
+    cells = fixed_cells(job, [grid], bench.arms)
+    grid.arms.close()
+    return cells
+
+
+def test_w4_on_grid_is_held_to_two_goals_at_small_batches_and_each_is_judged(folder: Path) -> None:
+    on, off = fixed_cells_of(folder, "on"), fixed_cells_of(folder, "off")
+    assert {name: goal for cell in on for name, goal in cell.ratios[0].claim.goals.items()} == {
+        "fixed_b1_w4_over_ar": 1.4,
+        "fixed_b1_w4_over_ar_strict": 1.7,
+        "fixed_b2_w4_over_ar": 1.25,
+        "fixed_b2_w4_over_ar_strict": 1.5,
+        "fixed_b4_w4_over_ar_strict": 1.3,
+    }
+    assert not any(cell.ratios[0].claim.goals for cell in off)
+    for cell, found in ((on[1], (1.41, 1.42, 1.43)), (on[2], (1.25, 1.29, 1.35))):
+        for ratio in found:
+            cell.ratios[0].add(Timed(makespan_s=1.0, pace_s=1.0), Timed(makespan_s=ratio, pace_s=1.0))
+    peaks = Peaks(read_bytes_per_s=1e9, flops_per_s=1e9)
+    data = result(on, workload="fixed", conditions={}, peaks=peaks, ending="all pairs run")
+    assert {goal["name"]: goal["verdict"] for goal in data["goals"]} == {
+        "fixed_b1_w4_over_ar": "undecided",
+        "fixed_b1_w4_over_ar_strict": "undecided",
+        "fixed_b2_w4_over_ar": "met",
+        "fixed_b2_w4_over_ar_strict": "not met",
+        "fixed_b4_w4_over_ar_strict": "undecided",
+    }
+    undecided = [entry["name"] for entry in data["undecided"]]
+    assert undecided[:2] == ["fixed_b1_w4_over_ar", "fixed_b1_w4_over_ar_strict"]
+    assert not any(name.startswith("fixed_b2_") for name in undecided)
+    assert "fixed_b4_w4_over_ar_strict" in undecided
+    assert ">= 1.25: met  >= 1.5: not met" in table(data)
 
 
 def test_what_gives_other_texts_cannot_be_compared(folder: Path) -> None:

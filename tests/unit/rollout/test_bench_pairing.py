@@ -153,6 +153,15 @@ def test_a_goal_is_met_by_the_lower_end_and_missed_by_the_upper(b_s: tuple[float
     assert ratio.verdict == verdict
 
 
+def test_a_stricter_goal_has_a_name_and_a_verdict_of_its_own_on_the_same_pairs() -> None:
+    ratio = paired(replace(CLAIM, stricter=1.7))
+    for b in (11.8, 11.9, 12.0):
+        ratio.add(timed(10.0), timed(b))
+    verdicts = {name: ratio.verdict_on(goal) for name, goal in ratio.claim.goals.items()}
+    assert verdicts == {"trace_auto_over_ar": "met", "trace_auto_over_ar_strict": "not met"}
+    assert ratio.verdict == "met"
+
+
 def test_a_ratio_without_a_goal_has_no_verdict() -> None:
     ratio = paired(replace(CLAIM, at_least=None))
     ratio.add(timed(10.0), timed(20.0))
