@@ -8,6 +8,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,6 +132,11 @@ def resident(name: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the measure as JSON; 0 when the peak is within ``LARGEST_RATIO``."""
+    # Not above: the process that is measured imports this module, and is to hold no more than a host does.
+    from rollout.bench.machine import commit, machine, versions
+    from rollout.bench.result import SCHEMA
+    from rollout.settings import to_plain
+
     parser = argparse.ArgumentParser(prog="python -m rollout.bench.memory", description=__doc__)
     parser.add_argument("--policy", default=PolicyConfig().source, help="a folder, or smollm2")
     for name, value in asdict(MemoryWork()).items():
@@ -139,13 +145,29 @@ def main(argv: list[str] | None = None) -> int:
     source = options.pop("policy")
     work = MemoryWork(**options)
     context = work.prompt_tokens + work.new_tokens + 1
-    use = memory_of_child(
-        PolicyConfig(source=source),
-        EngineConfig(max_batch=work.batch, max_context_tokens=context),
-        DrafterConfig(names=(W4,)),
-        work,
-    )
-    sys.stdout.write(json.dumps({**asdict(use), "ratio": use.ratio, "work": asdict(work)}, indent=1) + "\n")
+    policy = PolicyConfig(source=source)
+    engine = EngineConfig(max_batch=work.batch, max_context_tokens=context)
+    drafter = DrafterConfig(names=(W4,))
+    parts = {"policy": policy, "engine": engine, "drafter": drafter}
+    started_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    use = memory_of_child(policy, engine, drafter, work)
+    conditions = {
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "config": {name: to_plain(part) for name, part in parts.items()},
+        "started_utc": started_utc,
+    }
+    told = {
+        "schema": SCHEMA,
+        "workload": "memory",
+        **asdict(use),
+        "ratio": use.ratio,
+        "most": LARGEST_RATIO,
+        "work": asdict(work),
+        "conditions": conditions,
+    }
+    sys.stdout.write(json.dumps(told, indent=1) + "\n")
     return 0 if use.ratio <= LARGEST_RATIO else 1
 
 

@@ -18,7 +18,8 @@ from rollout.bench.summary import RoundSummary
 from rollout.tracking.reduce import AcceptanceCounts
 
 SCHEMA = 2
-"""2: ``questions``, whose were asked."""
+"""2: workloads ``drain`` and ``fixed`` say whose ``questions`` were asked, a ratio may have a second goal; an
+evaluation tells depths, both ways of running its chains, and the exit gate."""
 
 Json = dict[str, Any]
 

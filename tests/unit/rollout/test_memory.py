@@ -1,5 +1,6 @@
 """Weights are kept once, from their file to their panels, and a host's peak is near what it has to hold."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from safetensors.torch import save_file
 from drafters.config import DrafterConfig
 from drafters.registry import build, least_loops, names_for, shallow_loops
 from drafters.w4 import W4Drafter
+from rollout.bench import memory
+from rollout.bench.machine import commit
 from rollout.bench.memory import LARGEST_RATIO, MemoryUse, MemoryWork, memory_of_child
+from rollout.bench.result import SCHEMA
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.compiled_forward.decoder import compiled_unavailable
 from rollout.errors import UnsupportedError
@@ -111,6 +115,24 @@ def test_the_ratio_is_of_what_lies_beyond_the_baseline() -> None:
     use = MemoryUse(baseline=100, ready=220, peak=280, weights=80, drafters=40, kv_in_use=30, scratch=10)
     assert use.held == 150
     assert use.ratio == pytest.approx(1.2)
+
+
+def test_what_is_printed_says_commit_and_conditions_as_other_results_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = MemoryUse(baseline=100, ready=220, peak=280, weights=80, drafters=40, kv_in_use=30, scratch=10)
+    monkeypatch.setattr(memory, "memory_of_child", lambda *_: use)
+    assert memory.main(["--policy", "some/folder", "--batch", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema"], told["workload"], told["most"]) == (SCHEMA, "memory", LARGEST_RATIO)
+    assert (told["peak"], told["ratio"], told["work"]["batch"]) == (280, pytest.approx(1.2), 3)
+    conditions = told["conditions"]
+    assert conditions["commit"] == commit()
+    assert conditions["machine"]["cores_usable"] >= 1
+    assert conditions["versions"]["torch"]
+    assert conditions["config"]["policy"]["source"] == "some/folder"
+    assert conditions["config"]["engine"]["max_batch"] == 3
+    assert conditions["config"]["drafter"]["names"] == ["w4"]
 
 
 @pytest.mark.slow
