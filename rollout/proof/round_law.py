@@ -56,6 +56,10 @@ CASES: dict[str, SamplingParams] = {
 """All that shapes the target distribution, and an end that is forbidden at first."""
 
 
+ShallowDrafts = Literal["shallow_loop_1", "shallow_loop_2", "shallow_loop_3"]
+Drafts = Literal["sampled", "certain", "w4"] | ShallowDrafts
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundCase:
     """One setting to enumerate."""
@@ -64,7 +68,7 @@ class RoundCase:
     gamma: int
     vocab_size: int
     params: SamplingParams
-    drafts: Literal["sampled", "certain", "w4", "shallow_loop_1", "shallow_loop_2"] = "sampled"
+    drafts: Drafts = "sampled"
     """``sampled``: from known rows; ``certain``: without rows; else a drafter made of the policy itself."""
 
     decoder: Literal["table", "torch", "looped"] = "table"
@@ -355,11 +359,12 @@ def _drafter(case: RoundCase, branch: _Branch) -> Drafter:
     return ScriptedDrafter(sampled, probs=rows)
 
 
-_SHALLOW: tuple[tuple[str, Literal["shallow_loop_1", "shallow_loop_2"], int], ...] = (
+_SHALLOW: tuple[tuple[str, ShallowDrafts, int], ...] = (
     ("its own first loop", "shallow_loop_1", 2),
     ("its first two of three loops", "shallow_loop_2", 3),
+    ("its first three of four loops", "shallow_loop_3", 4),
 )
-"""Name, drafter, and the loops of the policy: drafts have had one or two, and one is left to verify with."""
+"""Name, drafter, and the loops of the policy: drafts have had all but one, which is left to verify with."""
 
 VOCAB_OF_GAMMA = {1: 5, 2: 4, 3: 3, 4: 3}
 """As large as a few hundred to a few thousand branches allow."""

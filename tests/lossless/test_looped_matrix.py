@@ -10,9 +10,10 @@ engine's makes.
 """
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
@@ -30,9 +31,11 @@ from rollout.engine.native.lanes import lane_passes
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.engine.native.work import Work
+from rollout.evaluation.forced import Chain
+from rollout.evaluation.forced import ForcedChooser as ChainChooser
 from rollout.testing import TinyPolicy, tiny_looped_policy
 from rollout.testing_forced import DraftScript, ForcedChooser
-from rollout.testing_native import ar_plan, requests_for, text_of, tiny_chooser, tiny_engine
+from rollout.testing_native import ar_plan, fixed_plan, requests_for, text_of, tiny_chooser, tiny_engine
 from rollout.testing_planes import NativeRun, assert_stands_as_native, native_runs
 from rollout.types import Completion, Request, SamplingParams
 
@@ -82,11 +85,17 @@ class Setting:
         return requests_for(vocab=VOCAB, prompts=count, params=params, seed=self.budget, longest_prompt=12)
 
     def engine(
-        self, *, script: DraftScript | None, drafter: str, depth: int = 1, passes: int = 1
+        self,
+        *,
+        script: DraftScript | None,
+        drafter: str,
+        depth: int = 1,
+        passes: int = 1,
+        verify: Literal["coupled", "block"] = "coupled",
     ) -> NativeEngine:
         chooser = tiny_chooser(compiled=self.compiled)
         settings = EngineConfig(
-            max_batch=self.budget, prefill_chunk_tokens=self.budget, max_context_tokens=128
+            max_batch=self.budget, prefill_chunk_tokens=self.budget, max_context_tokens=128, verify=verify
         )
         config = DrafterConfig(wavefront_depth=depth, wavefront_passes=passes)
         return tiny_engine(
@@ -227,6 +236,66 @@ def test_after_each_rejection_position_of_each_draft_length_all_planes_are_plain
     run_forced(setting, engine, cells.plan, after=cells.after)
     assert set(+cells.seen) == set(CELLS)
     assert engine.gauges()["engine/reused_row_loops"] > 0
+
+
+# ---- block verification ---------------------------------------------------------------------------
+
+
+def run_block(
+    setting: Setting,
+    drafter: str,
+    requests: Sequence[Request],
+    *,
+    natives: dict[int, NativeRun] | None = None,
+) -> dict[int, tuple[int, ...]]:
+    """Run requests under ``block``, a draft length a round; return prompts and texts by seed.
+
+    With ``natives`` every round is held against them.
+    """
+    engine = setting.engine(script=None, drafter=drafter, verify="block")
+    seeds = {r.key: r for r in requests}
+    texts: dict[int, tuple[int, ...]] = {}
+    kept, rejected, compared = 0, 0, 0
+    for request in requests:
+        engine.add(request)
+    for gamma in itertools.cycle(GAMMAS):
+        if not engine.busy:
+            break
+        outcome = engine.run_round(fixed_plan(drafter, gamma)(engine.load()))
+        kept += sum(o.accepted for o in outcome.facts.outcomes)
+        rejected += sum(o.gamma - o.accepted for o in outcome.facts.outcomes)
+        if natives is not None:
+            compared += assert_stands_as_native(engine, natives)
+        for done in outcome.completions:
+            asked = seeds[done.prompt_uid, done.sample_index]
+            texts[asked.seed] = asked.prompt_ids + done.token_ids
+    assert kept > 20
+    assert rejected > 20
+    assert natives is None or compared > 150
+    assert engine.gauges()["engine/reused_row_loops"] > 0
+    engine.close()
+    return texts
+
+
+@pytest.mark.parametrize("drafter", shallow_loops(4))
+@pytest.mark.parametrize("arithmetic", ["compiled", "float64"])
+def test_whatever_block_verification_keeps_all_planes_are_plain_decodings_of_the_same_text(
+    arithmetic: Arithmetic, drafter: str
+) -> None:
+    """Its texts are not those plain decoding draws, so they are forced on it, row by row."""
+    setting = Setting(arithmetic=arithmetic, budget=3)
+    requests = [replace(r, seed=number) for number, r in enumerate(setting.requests())]  # names its chain
+    texts = run_block(setting, drafter, requests)
+    chains = [Chain(tokens=texts[r.seed], prompt_tokens=len(r.prompt_ids)) for r in requests]
+    serial = tiny_engine(
+        setting.policy,
+        compiled=setting.compiled,
+        config=EngineConfig(max_batch=8, max_context_tokens=128),
+        chooser=ChainChooser(chains),
+    )
+    natives = native_runs(serial, requests)
+    assert {seed: run.tokens for seed, run in natives.items()} == texts
+    assert run_block(setting, drafter, requests, natives=natives) == texts
 
 
 # ---- lanes ----------------------------------------------------------------------------------------
