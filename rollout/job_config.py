@@ -111,8 +111,11 @@ class EvaluateConfig:
     max_tokens: int = 40
     """Most new tokens of such a text on average; fewer where it would take more than a third of the time."""
 
-    draws: int = 2000
-    """Of ``laws``: samples per drafter and kind of filter."""
+    draws: int = 6000
+    """Of ``laws``: samples per drafter and kind of filter, over all seeds."""
+
+    draw_seeds: int = 3
+    """Of ``laws``: run seeds the draws are spread over, the job's own first."""
 
     temperature: float = 1.0
     """Of the sweep."""
@@ -132,6 +135,7 @@ class EvaluateConfig:
             texts=1,
             max_tokens=2,
             draws=100,
+            draw_seeds=1,
         )
         for name in ("parts", "gammas", "concurrencies", "lengths"):
             values = getattr(self, name)

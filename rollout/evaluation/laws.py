@@ -1,11 +1,14 @@
 """Sampling laws on vocabularies so small that every short text can be counted.
 
 ``coupled``: the production engine draws many short texts with drafts, and their joint counts must fit the law
-that plain decoding's own logits give. Chi-square with k degrees of freedom is held to a limit that a right
-sampler exceeds with probability below 8e-7, for every k (``proof.noise_law``), and a text the filters forbid
-must never occur. ``block`` and ``token``: every branch of a production round is enumerated, exactly.
+that plain decoding's own logits give: those of all seeds together, and those of each. Chi-square with k
+degrees of freedom is held to a limit that a right sampler exceeds with probability below e^-14, for every k
+(``proof.noise_law``). Of s seeds, s > 1, a finding makes s + 1 such comparisons: it blames a right sampler
+with probability below (s + 1) e^-14, and n findings do with probability below n times that. A text that the
+filters forbid must never occur. ``block`` and ``token``: every branch of a production round is enumerated.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,6 +60,10 @@ FILTERS = {
 }
 
 
+FALSE_ALARM = math.exp(-14)
+"""Bound on the odds that one chi-square of a right sampler exceeds its limit."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LawFit:
     """How well counted texts fit a law."""
@@ -97,9 +104,19 @@ def fit_of(counts: Counter[Prefix], law: Law) -> LawFit:
 
 
 def law_findings(
-    drafters: Sequence[str], config: DrafterConfig, *, looped: bool, draws: int, seed: int, note: Note
+    drafters: Sequence[str],
+    config: DrafterConfig,
+    *,
+    looped: bool,
+    draws: int,
+    seeds: int,
+    seed: int,
+    note: Note,
 ) -> Iterator[Finding]:
-    """Yield a finding per drafter and filter, then those of the enumerated rounds."""
+    """Yield a finding per drafter and filter, then those of the enumerated rounds.
+
+    ``draws`` in all are spread over ``seeds`` run seeds, ``seed`` and those that follow.
+    """
     loops = max([USUAL_LOOPS, *map(least_loops, drafters)])
     policy = (
         tiny_looped_policy(seed=LOOPED_SEED, vocab=VOCABULARY, layers=1, loops=loops)
@@ -113,7 +130,11 @@ def law_findings(
         engine = _engine(policy, [name], config)
         for kind, params in FILTERS.items():
             note(f"{name}, {kind}")
-            yield _drawn(engine, teacher, name, kind, params, draws=draws, seed=seed)
+            drawn = [
+                _drawn(engine, name, kind, params, draws=count, seed=seed + turn)
+                for turn, count in enumerate(spread_over(seeds, draws))
+            ]
+            yield judged(name, kind, plain_law(teacher, params), drawn)
     yield from _enumerated("looped" if looped else "torch", note)
 
 
@@ -132,19 +153,28 @@ def _engine(policy: TinyPolicy, names: Sequence[str], config: DrafterConfig) -> 
     )
 
 
+def spread_over(seeds: int, draws: int) -> list[int]:
+    """Return the draws of every seed: as many of each, the first ones one more where that leaves some."""
+    return [draws // seeds + (turn < draws % seeds) for turn in range(seeds)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """What one run seed drew."""
+
+    counts: Counter[Prefix]
+    """By text."""
+
+    drafted: int
+    accepted: int
+
+
 def _drawn(
-    engine: NativeEngine,
-    teacher: NativeEngine,
-    name: str,
-    kind: str,
-    params: SamplingParams,
-    *,
-    draws: int,
-    seed: int,
-) -> Finding:
+    engine: NativeEngine, name: str, kind: str, params: SamplingParams, *, draws: int, seed: int
+) -> Drawn:
     requests = [
         Request(
-            prompt_uid=f"{kind}/{number}",
+            prompt_uid=f"{kind}/{seed}/{number}",
             sample_index=0,
             prompt_ids=PROMPT,
             params=params,
@@ -154,25 +184,36 @@ def _drawn(
     ]
     run = drive(engine, requests, Steering(plan=fixed_plan(name, GAMMA)), batch=BATCH)
     counts = Counter(c.token_ids for c in run.completions.values())
-    fit = fit_of(counts, plain_law(teacher, params))
-    rejected = run.drafted - run.accepted
+    return Drawn(counts=counts, drafted=run.drafted, accepted=run.accepted)
+
+
+def judged(name: str, kind: str, law: Law, drawn: Sequence[Drawn]) -> Finding:
+    """Return the finding on all seeds together and, where there are several, on each."""
+    everything = sum((d.counts for d in drawn), Counter[Prefix]())
+    fit = fit_of(everything, law)
+    fits = [fit, *(fit_of(d.counts, law) for d in drawn)] if len(drawn) > 1 else [fit]
+    worst = max(f.statistic / f.limit for f in fits)
+    drafted, accepted = sum(d.drafted for d in drawn), sum(d.accepted for d in drawn)
+    by_seed = f"; of {len(drawn)} seeds and all together at most {worst:.0%} of a limit" if drawn[1:] else ""
     detail = (
-        f"chi-square {fit.statistic:.1f} of {fit.freedom} degrees, limit {fit.limit:.1f} (a right sampler "
-        f"exceeds it once in 1.2 million), {fit.forbidden} forbidden texts, "
-        f"{rejected} of {run.drafted} drafts rejected"
+        f"chi-square {fit.statistic:.1f} of {fit.freedom} degrees, limit {fit.limit:.1f}{by_seed} (a right "
+        f"sampler exceeds one less than once in {1 / (len(fits) * FALSE_ALARM):,.0f}), {fit.forbidden} "
+        f"forbidden texts, {drafted - accepted} of {drafted} drafts rejected"
     )
     return Finding(
         part=PART,
         name=f"{name}, {kind}",
-        passed=fit.passed and run.accepted > 0,
+        passed=all(f.passed for f in fits) and accepted > 0,
         detail=detail,
-        compared=draws,
+        compared=everything.total(),
         measures={
             "chi_square": fit.statistic,
             "freedom": float(fit.freedom),
             "limit": fit.limit,
-            "drafted": float(run.drafted),
-            "accepted": float(run.accepted),
+            "seeds": float(len(drawn)),
+            "largest_over_limit": worst,
+            "drafted": float(drafted),
+            "accepted": float(accepted),
         },
     )
 

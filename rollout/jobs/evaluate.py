@@ -175,6 +175,7 @@ class _Evaluation:
             self.subject.drafter_config,
             looped=self.subject.loops > 1,
             draws=self.settings.draws,
+            seeds=self.settings.draw_seeds,
             seed=self.job.seed,
             note=self.note,
         )

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from rollout.evaluation.cost_law import RoundWork, lane_law, predict
 from rollout.evaluation.echo import FEWEST_RUNS, RUN_TOKENS, echo_of, repeated_shares
 from rollout.evaluation.forward_times import ForwardTimes, timed_rows
 from rollout.evaluation.goals import Measured, goals_of
-from rollout.evaluation.laws import fit_of, law_findings
+from rollout.evaluation.laws import Drawn, fit_of, judged, law_findings, spread_over
 from rollout.evaluation.spread import EXACT, limits_of, spread
 from rollout.evaluation.subject import drafters_of
 from rollout.evaluation.sweep import Spot, draft_lengths, plan_spots
@@ -351,7 +352,7 @@ def test_counts_fit_their_own_law_and_no_other() -> None:
 def test_laws_are_drawn_of_a_policy_deep_enough_for_every_drafter() -> None:
     settings = DrafterConfig(max_gamma=2)
     finding = next(
-        law_findings(("shallow_loop_5",), settings, looped=True, draws=100, seed=0, note=lambda _: None)
+        law_findings(("shallow_loop_5",), settings, looped=True, draws=100, seeds=1, seed=0, note=lambda _: None)
     )
     assert finding.measures["drafted"] > 0
     assert finding.passed
@@ -381,3 +382,32 @@ def test_streams_of_several_runs_are_told_as_one() -> None:
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EvaluateConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_draws_are_spread_over_all_seeds_and_none_is_lost() -> None:
+    assert spread_over(3, 6000) == [2000, 2000, 2000]
+    assert spread_over(3, 100) == [34, 33, 33]
+    assert spread_over(1, 7) == [7]
+
+
+def test_a_seed_that_is_wrong_alone_is_found_where_all_together_pass() -> None:
+    law = {(0,): 0.5, (1,): 0.25, (2,): 0.25}
+    fair = Drawn(counts=Counter({(0,): 1000, (1,): 500, (2,): 500}), drafted=9, accepted=5)
+    wrong = replace(fair, counts=Counter({(0,): 1160, (1,): 420, (2,): 420}))
+    assert fit_of(fair.counts + fair.counts + wrong.counts, law).passed
+    found = judged("any", "plain", law, [fair, fair, wrong])
+    assert not found.passed
+    assert found.compared == 6000
+    assert found.measures["largest_over_limit"] > 1 > found.measures["chi_square"] / found.measures["limit"]
+
+
+def test_a_finding_says_the_odds_of_all_its_comparisons() -> None:
+    """Each is e^-14, once in 1.2 million: one seed makes one, three seeds make four with all together."""
+    law = {(0,): 0.5, (1,): 0.5}
+    fair = Drawn(counts=Counter({(0,): 1000, (1,): 1000}), drafted=9, accepted=5)
+    for seeds, odds in ((1, "1,202,604"), (3, "300,651")):
+        found = judged("any", "plain", law, [fair] * seeds)
+        assert found.passed
+        assert f"less than once in {odds})" in found.detail
+    copied = judged("any", "plain", law, [replace(fair, accepted=0)])
+    assert not copied.passed, "nothing was put to the test"
