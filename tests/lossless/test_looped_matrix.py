@@ -253,7 +253,7 @@ def run_block(
     With ``natives`` every round is held against them.
     """
     engine = setting.engine(script=None, drafter=drafter, verify="block")
-    seeds = {r.key: r for r in requests}
+    asked = {r.key: r for r in requests}
     texts: dict[int, tuple[int, ...]] = {}
     kept, rejected, compared = 0, 0, 0
     for request in requests:
@@ -267,8 +267,8 @@ def run_block(
         if natives is not None:
             compared += assert_stands_as_native(engine, natives)
         for done in outcome.completions:
-            asked = seeds[done.prompt_uid, done.sample_index]
-            texts[asked.seed] = asked.prompt_ids + done.token_ids
+            request = asked[done.prompt_uid, done.sample_index]
+            texts[request.seed] = request.prompt_ids + done.token_ids
     assert kept > 20
     assert rejected > 20
     assert natives is None or compared > 150
