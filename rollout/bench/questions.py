@@ -26,7 +26,7 @@ class Asked:
 
     @property
     def different(self) -> int:
-        """Prompts that are not those of another row."""
+        """Prompts, those of several rows counted once."""
         return len(set(self.prompts))
 
 
