@@ -111,7 +111,7 @@ class EvaluateConfig:
     max_tokens: int = 40
     """Most new tokens of such a text on average; fewer where it would take more than a third of the time."""
 
-    draws: int = 6000
+    draws: int = 2400
     """Of ``laws``: samples per drafter and kind of filter, over all seeds."""
 
     draw_seeds: int = 3
