@@ -270,7 +270,7 @@ def run_block(
             request = asked[done.prompt_uid, done.sample_index]
             texts[request.seed] = request.prompt_ids + done.token_ids
     assert kept > 20
-    assert rejected > 20
+    assert rejected > 3, "drafts of three of four loops are nearly always kept"
     assert natives is None or compared > 150
     assert engine.gauges()["engine/reused_row_loops"] > 0
     engine.close()
