@@ -352,7 +352,9 @@ def test_counts_fit_their_own_law_and_no_other() -> None:
 def test_laws_are_drawn_of_a_policy_deep_enough_for_every_drafter() -> None:
     settings = DrafterConfig(max_gamma=2)
     finding = next(
-        law_findings(("shallow_loop_5",), settings, looped=True, draws=100, seeds=1, seed=0, note=lambda _: None)
+        law_findings(
+            ("shallow_loop_5",), settings, looped=True, draws=100, seeds=1, seed=0, note=lambda _: None
+        )
     )
     assert finding.measures["drafted"] > 0
     assert finding.passed
