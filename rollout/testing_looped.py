@@ -9,6 +9,7 @@ Shapes: T tokens, D hidden, V vocabulary, N query heads, H head dimension, P pla
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,41 @@ from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
 from rollout.engine.native.decoder_work import DecoderWork
 from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
+from rollout.policy.stored import SelectedTensors
+
+PUBLISHED_OURO: dict[str, Any] = {
+    "architectures": ["OuroForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_ouro.OuroConfig",
+        "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM",
+    },
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "early_exit_threshold": 1.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "layer_types": ["full_attention"] * 24,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 24,
+    "model_type": "ouro",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "total_ut_steps": 4,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 49152,
+}
+"""The fields of Ouro-1.4B, rotary base given flat as transformers 4 wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +84,8 @@ def dense_ouro(
     kv_dtype: torch.dtype = torch.float64,
 ) -> DenseRun:
     """Run ``tokens`` from position 0; keys and values are rounded to ``kv_dtype`` before they are read."""
-    weights = {name: tensor.double() for name, tensor in state.items()}
+    # Each for its use alone: all of a policy in float64 is four times what it takes in bfloat16.
+    weights = SelectedTensors(state, list(state), torch.float64)
     length = len(tokens)
 
     def norm(x: Tensor, name: str) -> Tensor:

@@ -16,44 +16,11 @@ from rollout.policy.source import load_policy
 from rollout.policy.spec import ModelSpec
 from rollout.policy.weights import WeightStage, checksum, expected_tensors, manifest
 from rollout.testing import TINY_THETA, save_tiny_folder, tiny_looped_policy
-
-PUBLISHED: dict[str, Any] = {
-    "architectures": ["OuroForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_ouro.OuroConfig",
-        "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM",
-    },
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "early_exit_threshold": 1.0,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "layer_types": ["full_attention"] * 24,
-    "max_position_embeddings": 65536,
-    "max_window_layers": 24,
-    "model_type": "ouro",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "total_ut_steps": 4,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 49152,
-}
-"""The fields of Ouro-1.4B, rotary base given flat as transformers 4 wrote it."""
+from rollout.testing_looped import PUBLISHED_OURO
 
 
 def config_of(**changes: Any) -> OuroConfig:
-    return OuroConfig(**{k: v for k, v in {**PUBLISHED, **changes}.items() if k != "model_type"})
+    return OuroConfig(**{k: v for k, v in {**PUBLISHED_OURO, **changes}.items() if k != "model_type"})
 
 
 def test_the_published_config_is_24_layers_run_4_times() -> None:
@@ -88,7 +55,7 @@ def test_the_published_config_is_24_layers_run_4_times() -> None:
 def test_the_rotary_base_may_stand_flat_or_in_rope_parameters(rope: dict[str, Any]) -> None:
     flat = {k: v for k, v in rope.items() if v is not None}
     config = OuroConfig(
-        **{k: v for k, v in PUBLISHED.items() if k not in ("model_type", "rope_theta")}, **flat
+        **{k: v for k, v in PUBLISHED_OURO.items() if k not in ("model_type", "rope_theta")}, **flat
     )
     tables = rope_tables(config, 64)
     frequency = 5e5 ** (-2 / 128)
@@ -138,7 +105,7 @@ def test_a_published_folder_is_read_without_its_remote_code(tmp_path: Path) -> N
     saved = save_tiny_folder(tmp_path, "ouro")
     config = json.loads((tmp_path / "config.json").read_text())
     del config["rope_parameters"]
-    flat = {"rope_theta": TINY_THETA, "auto_map": PUBLISHED["auto_map"], "torch_dtype": "float32"}
+    flat = {"rope_theta": TINY_THETA, "auto_map": PUBLISHED_OURO["auto_map"], "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config | flat))
     tokenizer = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"auto_map": {}}))
