@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from controller.types import AR_ASSIGNMENT, POLICY, RoundPlan
 from drafters.config import DrafterConfig
 from drafters.registry import build
 from rollout.calibration import neighbours, store
-from rollout.calibration.measure import ROUNDS_PER_BATCH, calibrate
+from rollout.calibration.measure import MIN_SAMPLES, ROUNDS_PER_BATCH, calibrate
 from rollout.calibration.neighbours import TICKS_PER_S
 from rollout.calibration.store import calibrate_anew, calibration_key, load_or_calibrate
 from rollout.config import EngineConfig
@@ -34,6 +35,9 @@ from rollout.testing_native import requests_for, tiny_engine
 
 SETTINGS = EngineConfig(max_batch=2, max_context_tokens=64, decoder="compiled", threads=1)
 CONTROLLER = ControllerConfig()
+
+LONG = 250.0
+"""So many times a small policy's forward is one of a policy of billions of weights."""
 
 PATIENCE_S = 60.0
 """Until what another process should do is given up: as slow as a machine may be."""
@@ -76,6 +80,40 @@ def test_rounds_that_price_lanes_are_as_long_as_theirs(monkeypatch: pytest.Monke
     calibrate(built, CONTROLLER, key="k", budget_s=0.1)
     assert passes > 4
     assert seen == [passes] * ROUNDS_PER_BATCH
+
+
+def test_a_policy_of_long_forwards_is_calibrated_in_about_the_time_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forwards of a second, as of billions of weights on a processor, on a clock of the test's own."""
+    settings = dataclasses.replace(SETTINGS, max_batch=16)
+    engine = tiny_engine(tiny_policy(), [build("w4", DrafterConfig())], compiled=True, config=settings)
+    clockwork, now_s = Clockwork(engine, monkeypatch), [0.0]
+    clockwork.factors = dict.fromkeys(clockwork.factors, LONG)
+    time_forward, run_round = clockwork.time_forward, engine.run_round
+    calls: Counter[str] = Counter()
+    batches: set[int] = set()
+
+    def timed(part: str, **shape: int) -> float:
+        seconds = time_forward(part, **shape)
+        now_s[0] += seconds
+        calls[part] += 1
+        return seconds
+
+    def ran(plan: RoundPlan) -> RoundOutcome:
+        now_s[0] += 1.0
+        outcome = run_round(plan)
+        batches.add(outcome.facts.batch)
+        return outcome
+
+    monkeypatch.setattr(engine, "time_forward", timed)
+    monkeypatch.setattr(engine, "run_round", ran)
+    found = calibrate(engine, CONTROLLER, key="k", clock=lambda: now_s[0])
+    assert found.parts["w4"].samples == MIN_SAMPLES, "after the policy's the time is over"
+    assert found.parts[POLICY].samples >= MIN_SAMPLES
+    assert found.quality.verdict == "provisional"
+    assert max(batches) == 1, "rounds of more sequences are left out"
+    assert now_s[0] < 60.0, calls
 
 
 def test_nothing_of_the_throw_away_requests_stays(engine: NativeEngine) -> None:
