@@ -3,7 +3,16 @@
 import pytest
 
 from controller.types import AR, POLICY, PartShape
-from rollout.proof.budget import ASSUMED_ACCEPTANCE, ArmPrices, PricedArm
+from rollout.proof.budget import (
+    ASSUMED_ACCEPTANCE,
+    LONG_S,
+    TIMED_ROWS,
+    ArmPrices,
+    PricedArm,
+    affordable_tokens,
+)
+from rollout.testing import tiny_policy
+from rollout.testing_native import tiny_engine
 
 LOOPS, LOOP_S = 4, 0.025
 """Seconds that dwarf what a round costs beside its forwards."""
@@ -82,3 +91,23 @@ def test_loops_that_drafts_have_computed_are_not_priced_again() -> None:
     loops = gamma + 1 + (gamma + 1) * (LOOPS - 1)
     # The fill is priced as that share of a whole forward.
     assert priced("shallow_loop_1", gamma, rows_cost=True) == pytest.approx(loops / kept, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("row_s", "timed"),
+    [(0.001, [rows for rows in TIMED_ROWS for _ in range(3)]), (0.07, [1, 1, 1, 8]), (LONG_S, [1])],
+)
+def test_long_forwards_are_timed_once_and_none_that_are_wider(
+    row_s: float, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = tiny_engine(tiny_policy(), compiled=True), list[int]()
+
+    def time_forward(part: str, *, rows: int, context_tokens: int, sequences: int) -> float:
+        seen.append(rows)
+        return rows * row_s
+
+    monkeypatch.setattr(engine, "time_forward", time_forward)
+    arm = PricedArm(batch=1, drafter=AR, gamma=0)
+    tokens = affordable_tokens(engine, [arm], requests=1, within_s=30 * row_s, most=100)
+    assert seen == timed
+    assert 15 <= tokens <= 25
