@@ -156,7 +156,6 @@ def _sweep(
     for number in range(PASSES + 1):
         for point in list(live):
             if number == 0 and clock() > until_s and _timed(first, point.part) >= MIN_SAMPLES:
-                log.info("calibration leaves out %s: the time is over", point)
                 live.remove(point)
                 del times[point]
                 continue
@@ -178,6 +177,7 @@ def _sweep(
                 first[point] = seconds
             progress.advance(note=f"{point.part}, {point.rows} rows")
         if number == 0 and clock() > until_s:
+            log.info("calibration took %d of %d forwards, once each", len(live), len(points))
             times = {point: [first[point]] for point in live}
         if clock() > until_s and _enough(times):
             log.info("calibration stops after %d of %d passes", number, PASSES)
