@@ -276,7 +276,7 @@ class _Evaluation:
         write_result(html, evaluation_page(data), "evaluate.html")
         if self.found.sweep.spots:
             # Trials are a fixed number, so nearly every ratio could be known better: the intervals say it.
-            sys.stdout.write(speed_table({**data, "undecided": []}) + _goal_lines(data))
+            sys.stdout.write(speed_table({**data, "undecided": [], "goals": []}) + _goal_lines(data))
         failed, count = self.found.failed, len(self.found.findings)
         verdict = f"equal: all {count} checks passed"
         if failed:
