@@ -46,7 +46,7 @@ YOUNG_TOKENS = 40.0
 """Evidence below which a drafter's plan stands for one round: it was made of hope, and each round still
 teaches a lot. One of a large batch brings more than that, and shows the most."""
 
-YOUNG_SHARE = 0.4
+YOUNG_SHARE = 0.2
 """Share of the time that planning may take meanwhile: rounds of a small policy are as short as a plan."""
 
 YOUNG_GROWTH = 0.5
