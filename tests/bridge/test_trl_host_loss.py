@@ -194,7 +194,11 @@ def test_a_host_killed_mid_round_changes_nothing_that_the_trainer_gets_or_learns
     assert any(0 < client.seen_at_kill[key] < 96 for key in moved), "it died with samples half delivered"
     assert all(client.seen_at_kill[key] < 96 for key in moved)
     assert "host-0" not in {step[key].provenance.host for key in moved}
-    assert all(c.provenance.accepted > 0 for c in step.values()), "w4 drafted on every host"
+    # What was nearly through when its host died had nothing left worth a draft.
+    left = {key: 96 - client.seen_at_kill[key] * (key in moved) for key in step}
+    drafted_for = [c.provenance.accepted for key, c in step.items() if left[key] >= 8 * (GAMMA + 1)]
+    assert len(drafted_for) >= 4
+    assert min(drafted_for) > 0, "w4 drafted on every host"
     stats = service.stats()
     assert (stats["service/restarts"], stats["service/resent"]) == (1.0, len(moved))
 
