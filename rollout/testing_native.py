@@ -220,3 +220,14 @@ class CountingRecorder(EagerRecorder):
             run()
 
         return counted
+
+
+def assert_holds_nothing(engine: NativeEngine) -> None:
+    """Assert that no sequence, page, slot, lane or state is left once prompts kept for others are let go."""
+    scheduler = engine._scheduler
+    assert not engine.busy
+    assert engine.gauges()["engine/lanes"] == 0
+    assert not engine._state.draft_states.any
+    scheduler.prefix.clear()
+    assert scheduler.pool.free == scheduler.pool.total
+    assert len(scheduler._free_slots) == engine.traits.max_batch

@@ -11,7 +11,8 @@ Shapes: R rows, N out features, K in features, G groups along K.
 import torch
 from torch import Tensor
 
-from drafters.int4.rounding import round_to_int4, round_to_int8_rows
+from drafters.int4.int8_rows import Int8Rows
+from drafters.int4.rounding import round_to_int4
 from drafters.types import DraftError, LinearWeight
 
 GROUPS = (32, 64, 128, 256)
@@ -113,10 +114,8 @@ class AtenInt4Linear:
         return y.to(x_RK.dtype)
 
 
-class AtenInt8Linear:
+class AtenInt8Linear(Int8Rows):
     """8-bit weights with one scale per out feature, on torch's int8 operator."""
-
-    bits = 8
 
     def __init__(self, weight: LinearWeight) -> None:
         if weight.in_features % _INT8_IN_FEATURES:
@@ -124,22 +123,7 @@ class AtenInt8Linear:
                 f"build refused: {weight.name} does not fit torch's int8 kernel: in features must be "
                 f"a multiple of {_INT8_IN_FEATURES}, got {weight.in_features}"
             )
-        rows_NK = weight.rows()
-        self.name = weight.name
-        self.out_features, self.in_features = weight.out_features, weight.in_features
-        self.codes_NK = torch.zeros(rows_NK.shape, dtype=torch.int8, device=rows_NK.device)
-        self.scale_N = torch.zeros(self.out_features, dtype=_kernel_dtype(rows_NK), device=rows_NK.device)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes one forward reads."""
-        return self.codes_NK.nbytes + self.scale_N.nbytes
-
-    def rebuild(self, weight: LinearWeight) -> None:
-        """Round ``weight`` into the same buffers. Raises ``DraftError``."""
-        rounded = round_to_int8_rows(weight.rows(), name=weight.name)
-        self.codes_NK.copy_(rounded.codes_NK)
-        self.scale_N.copy_(rounded.scale_N)
+        super().__init__(weight, scale_dtype=_kernel_dtype(weight.rows()))
 
     def apply(self, x_RK: Tensor) -> Tensor:
         """Return x W^T in the dtype of ``x_RK``, computed in that of the scales."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.int4.rounding import CODES_8, TINY, round_to_int8_rows
+from drafters.int4.int8_rows import Int8Rows
+from drafters.int4.rounding import CODES_8, TINY
 from drafters.types import DraftError, LinearWeight
 
 _CUDA_MULTIPLE = 8
@@ -20,36 +21,17 @@ _CUDA_ROWS = 32
 """Fewer rows are filled up to this many: torch refuses 16 and fewer."""
 
 
-class DynamicInt8Linear:
+class DynamicInt8Linear(Int8Rows):
     """8-bit weights with one scale per out feature; activations are rounded row by row as they come."""
 
-    bits = 8
-
     def __init__(self, weight: LinearWeight) -> None:
-        rows_NK = weight.rows()
         shape = (weight.out_features, weight.in_features)
-        if rows_NK.device.type == "cuda" and any(size % _CUDA_MULTIPLE for size in shape):
+        if weight.rows().device.type == "cuda" and any(size % _CUDA_MULTIPLE for size in shape):
             raise DraftError(
                 f"build refused: {weight.name} does not fit torch's int8 product: on CUDA both features must "
                 f"be multiples of {_CUDA_MULTIPLE}, got {shape}"
             )
-        self.name = weight.name
-        self.out_features, self.in_features = shape
-        self.codes_NK = torch.zeros(shape, dtype=torch.int8, device=rows_NK.device)
-        """Its address never changes."""
-        self.scale_N = torch.zeros(self.out_features, device=rows_NK.device)
-        """Its address never changes."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes one forward reads."""
-        return self.codes_NK.nbytes + self.scale_N.nbytes
-
-    def rebuild(self, weight: LinearWeight) -> None:
-        """Round ``weight`` into the same buffers. Raises ``DraftError``."""
-        rounded = round_to_int8_rows(weight.rows(), name=weight.name)
-        self.codes_NK.copy_(rounded.codes_NK)
-        self.scale_N.copy_(rounded.scale_N)
+        super().__init__(weight, scale_dtype=torch.float32)
 
     def apply(self, x_RK: Tensor) -> Tensor:
         """Return x W^T in the dtype of ``x_RK``, with x rounded to 8 bits per row.

@@ -33,6 +33,7 @@ from rollout.testing_native import (
     Planner,
     Text,
     ar_plan,
+    assert_holds_nothing,
     fixed_plan,
     random_plan,
     requests_for,
@@ -75,17 +76,6 @@ def alone(policy: TinyPolicy, requests: Sequence[Request], *, compiled: bool) ->
     for request in requests:
         out.update(texts(run_engine(engine, [request], ar_plan)))
     return out
-
-
-def assert_holds_nothing(engine: NativeEngine) -> None:
-    """No sequence, page, slot, lane or state is left; pages of finished prompts may be cached until then."""
-    scheduler = engine._scheduler
-    assert not engine.busy
-    assert engine.gauges()["engine/lanes"] == 0
-    assert not engine._state.draft_states.any
-    scheduler.prefix.clear()
-    assert scheduler.pool.free == scheduler.pool.total
-    assert len(scheduler._free_slots) == engine.traits.max_batch
 
 
 # ---- prompts beside drafts ----------------------------------------------------------------------

@@ -26,6 +26,7 @@ from rollout.testing import TinyPolicy, tiny_looped_policy
 from rollout.testing_forced import DraftScript, ForcedChooser
 from rollout.testing_native import (
     Text,
+    assert_holds_nothing,
     fixed_plan,
     requests_for,
     text_of,
@@ -77,17 +78,6 @@ def requests_of(count: int) -> list[Request]:
 
 def natives_of(requests: Sequence[Request], *, compiled: bool) -> dict[int, NativeRun]:
     return native_runs(engine_of(None, compiled=compiled), requests)
-
-
-def assert_holds_nothing(engine: NativeEngine) -> None:
-    """No page, slot, lane or state is left once prompts that are kept for others are let go."""
-    scheduler = engine._scheduler
-    assert not engine.busy
-    assert engine.gauges()["engine/lanes"] == 0
-    assert not engine._state.draft_states.any
-    scheduler.prefix.clear()
-    assert scheduler.pool.free == scheduler.pool.total
-    assert len(scheduler._free_slots) == engine.traits.max_batch
 
 
 # ---- preempted and taken in again -----------------------------------------------------------------
