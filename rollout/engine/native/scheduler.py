@@ -41,6 +41,7 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.waiting: deque[LiveSequence] = deque()
         self.running: dict[int, LiveSequence] = {}
+        self._live: dict[tuple[str, int], LiveSequence] = {}  # by the caller's key
         self.page_table: NDArray[np.int32] = np.zeros((max_batch, max_pages_per_sequence), np.int32)
         self.page_table_address = self.page_table.ctypes.data
         self.admitting = True
@@ -49,14 +50,12 @@ class Scheduler:
 
     def add(self, sequence: LiveSequence) -> None:
         """Queue a sequence."""
+        self._live[sequence.request.key] = sequence
         self.waiting.append(sequence)
 
     def find(self, key: tuple[str, int]) -> LiveSequence | None:
         """Return the live sequence a caller knows by ``key``."""
-        for sequence in (*self.running.values(), *self.waiting):
-            if sequence.request.key == key:
-                return sequence
-        return None
+        return self._live.get(key)
 
     @property
     def under_way(self) -> list[LiveSequence]:
@@ -171,6 +170,7 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         self._leave(sequence)
+        del self._live[sequence.request.key]
         sequence.phase = Phase.OVER
 
     def _leave(self, sequence: LiveSequence) -> None:
