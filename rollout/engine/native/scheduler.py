@@ -5,7 +5,6 @@ again; in exact numerics its text is the same. Room for a round is taken before 
 so no sequence is ever preempted between draft and verification.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from rollout.engine.native.pages import PagePool, PrefixIndex, pages_for
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.sequence import LiveSequence, Phase
+from rollout.engine.native.waiting import WaitingLine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,8 @@ class Scheduler:
         self.pool = pool
         self.prefix = PrefixIndex(pool)
         self.prefix_cache = prefix_cache
-        self.waiting: deque[LiveSequence] = deque()
+        self.waiting = WaitingLine()
+        self._begun = WaitingLine()  # those of the waiting that are under way
         self.running: dict[int, LiveSequence] = {}
         self._live: dict[tuple[str, int], LiveSequence] = {}  # by the caller's key
         self.page_table: NDArray[np.int32] = np.zeros((max_batch, max_pages_per_sequence), np.int32)
@@ -52,6 +53,8 @@ class Scheduler:
         """Queue a sequence."""
         self._live[sequence.request.key] = sequence
         self.waiting.append(sequence)
+        if sequence.under_way:
+            self._begun.append(sequence)
 
     def find(self, key: tuple[str, int]) -> LiveSequence | None:
         """Return the live sequence a caller knows by ``key``."""
@@ -60,7 +63,7 @@ class Scheduler:
     @property
     def under_way(self) -> list[LiveSequence]:
         """Sequences whose text has begun, preempted and resumed ones included."""
-        return [*self.running.values(), *(s for s in self.waiting if s.under_way)]
+        return [*self.running.values(), *self._begun]
 
     def decoding(self) -> list[LiveSequence]:
         """Return the sequences that decode, in order of admission."""
@@ -71,24 +74,32 @@ class Scheduler:
 
         While not ``admitting``, only sequences that are under way come in.
         """
-        skipped: list[LiveSequence] = []
-        while self.waiting and self._free_slots:
-            sequence = self.waiting.popleft()
-            barred = not self.admitting and not sequence.under_way
-            if barred or self._leader_is_writing(sequence):
-                skipped.append(sequence)
-                continue
+        if not self.waiting or not self._free_slots:
+            return
+        line = self.waiting if self.admitting else self._begun
+        held = self._prompts_in_prefill()
+        admitted: list[LiveSequence] = []
+        for sequence in line.in_turn(held):
             if not self._start(sequence, version, now_s):
-                skipped.append(sequence)
                 break
-        self.waiting.extendleft(reversed(skipped))
+            admitted.append(sequence)
+            if self.prefix_cache:
+                held.add(sequence.prompt_bytes)
+            if not self._free_slots:
+                break
+        for sequence in admitted:
+            self._stop_waiting(sequence)
 
-    def _leader_is_writing(self, sequence: LiveSequence) -> bool:
-        """Whether a sequence with the same prompt is in prefill: its pages are worth waiting for."""
+    def _prompts_in_prefill(self) -> set[bytes]:
+        """Return the prompts whose pages are being written and worth waiting for."""
         if not self.prefix_cache:
-            return False
-        prompt = sequence.request.prompt_ids
-        return any(s.phase is Phase.PREFILL and s.request.prompt_ids == prompt for s in self.running.values())
+            return set()
+        return {s.prompt_bytes for s in self.running.values() if s.phase is Phase.PREFILL}
+
+    def _stop_waiting(self, sequence: LiveSequence) -> None:
+        self.waiting.remove(sequence)
+        if sequence in self._begun:
+            self._begun.remove(sequence)
 
     def _start(self, sequence: LiveSequence, version: int, now_s: float) -> bool:
         shared = self.prefix.match(version, sequence.tokens) if self.prefix_cache else []
@@ -142,6 +153,7 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
+        self._begun.appendleft(sequence)
 
     def chunks(self, budget_tokens: int) -> list[PromptChunk]:
         """Return the prompt rows of the next round, eldest first, within the budget."""
@@ -168,7 +180,7 @@ class Scheduler:
         if sequence.phase is Phase.OVER:
             return
         if sequence.phase is Phase.WAITING:
-            self.waiting.remove(sequence)
+            self._stop_waiting(sequence)
         self._leave(sequence)
         del self._live[sequence.request.key]
         sequence.phase = Phase.OVER

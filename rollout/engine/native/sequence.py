@@ -1,5 +1,6 @@
 """One request while it lives in the engine: its tokens, its pages, and how far its KV reaches."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,12 +71,16 @@ class LiveSequence:
     prompt_tokens: int = field(init=False)
     """Length of the prompt."""
 
+    prompt_bytes: bytes = field(init=False)
+    """The prompt's ids: equal where prompts are, and hashed once, as a tuple is not."""
+
     edits_logits: bool = field(init=False)
     """Whether its target distribution is ever more than its logits, temperature and filters."""
 
     def __post_init__(self) -> None:
         params = self.params = self.request.params
         self.prompt_tokens = len(self.request.prompt_ids)
+        self.prompt_bytes = array("i", self.request.prompt_ids).tobytes()
         self.edits_logits = bool(params.min_tokens or params.logit_bias or params.has_penalties)
 
     @property
