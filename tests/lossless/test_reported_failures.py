@@ -389,7 +389,7 @@ def test_an_update_lands_between_rounds_and_every_token_names_its_version(in_fli
 
 def test_logprobs_do_not_drift_over_a_long_uptime() -> None:  # A14
     policy = tiny_policy()
-    config = EngineConfig(max_batch=4, max_context_tokens=96, kv_tokens=10 * 16)
+    config = EngineConfig(max_batch=4, max_context_tokens=96, kv_tokens=8 * 16)
     drafter = ScriptedDrafter(script=lambda r: [3] * r.gamma)
     engine = tiny_engine(policy, [drafter], config=config, compiled=True)
     request = _request(policy, SamplingParams(max_tokens=12, ignore_eos=True), length=36)

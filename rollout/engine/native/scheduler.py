@@ -77,24 +77,24 @@ class Scheduler:
         if not self.waiting or not self._free_slots:
             return
         line = self.waiting if self.admitting else self._begun
-        held = self._prompts_in_prefill()
+        held = self._prompts_being_written()
         admitted: list[LiveSequence] = []
         for sequence in line.in_turn(held):
             if not self._start(sequence, version, now_s):
                 break
             admitted.append(sequence)
-            if self.prefix_cache:
+            if self.prefix_cache and _writes_for_others(sequence):
                 held.add(sequence.prompt_bytes)
             if not self._free_slots:
                 break
         for sequence in admitted:
             self._stop_waiting(sequence)
 
-    def _prompts_in_prefill(self) -> set[bytes]:
-        """Return the prompts whose pages are being written and worth waiting for."""
+    def _prompts_being_written(self) -> set[bytes]:
+        """Return the prompts with pages that are worth waiting for."""
         if not self.prefix_cache:
             return set()
-        return {s.prompt_bytes for s in self.running.values() if s.phase is Phase.PREFILL}
+        return {s.prompt_bytes for s in self.running.values() if _writes_for_others(s)}
 
     def _stop_waiting(self, sequence: LiveSequence) -> None:
         self.waiting.remove(sequence)
@@ -192,3 +192,12 @@ class Scheduler:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
         self.running.pop(sequence.key, None)
+
+
+def _writes_for_others(sequence: LiveSequence) -> bool:
+    """Whether it has yet to compute a page that samples of the same prompt will share.
+
+    The last token of a prompt is everybody's own to compute, and with it what stands on its page.
+    """
+    shared = PAGE_TOKENS * ((sequence.prompt_tokens - 1) // PAGE_TOKENS)
+    return sequence.phase is Phase.PREFILL and sequence.frontier < shared

@@ -61,6 +61,9 @@ class _Sample:
     prompt: tuple[int, ...]
     begun: bool
     in_prefill: bool = False
+    writes: bool = False
+    """Pages that others of its prompt will share, while in prefill."""
+
     pages: list[int] = field(default_factory=list)
 
 
@@ -80,7 +83,7 @@ class _PlainRule:
             if len(self.running) == self.max_batch:
                 return
             written = self.prefix_cache and any(
-                r.in_prefill and r.prompt == sample.prompt for r in self.running
+                r.in_prefill and r.writes and r.prompt == sample.prompt for r in self.running
             )
             if written or not (self.admitting or sample.begun):
                 continue
@@ -95,6 +98,7 @@ class _PlainRule:
                 self.pool.release(shared)
                 return False
         sample.pages, sample.begun, sample.in_prefill = shared + taken, True, True
+        sample.writes = len(shared) < (len(sample.prompt) - 1) // PAGE_TOKENS
         self.waiting.remove(sample)
         self.running.append(sample)
         return True
@@ -202,7 +206,22 @@ def test_samples_of_a_prompt_wait_for_the_one_that_writes_it_and_others_pass_the
     assert _keys(scheduler.waiting) == [1, 3]
     _finish_prefill(scheduler, scheduler.running[0])
     scheduler.admit(VERSION, 0.0)
-    assert list(scheduler.running) == [0, 2, 1]
+    assert list(scheduler.running) == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[4]])
+def test_once_a_prompt_is_written_all_its_samples_come_in_together(prompt: tuple[int, ...]) -> None:
+    scheduler = _scheduler(max_batch=8)
+    for key in range(6):
+        scheduler.add(_sequence(key, prompt))
+    scheduler.admit(VERSION, 0.0)
+    shareable = (len(prompt) - 1) // PAGE_TOKENS
+    assert list(scheduler.running) == ([0] if shareable else [*range(6)]), "nothing to wait for: no waiting"
+    if shareable:
+        _finish_prefill(scheduler, scheduler.running[0])
+    scheduler.admit(VERSION, 0.0)
+    assert list(scheduler.running) == [*range(6)]
+    assert len({tuple(s.pages[:shareable]) for s in scheduler.running.values()}) == 1
 
 
 @pytest.mark.parametrize("how", ["preempted", "removed"])
