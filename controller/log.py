@@ -11,7 +11,7 @@ A log is JSON lines, one event each, named by ``event``:
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from controller.calibration import Calibration
@@ -87,7 +87,8 @@ def plan_from_dict(data: Mapping[str, Any]) -> RoundPlan:
 
 def facts_to_dict(facts: RoundFacts) -> Record:
     """Return a round's facts as plain data."""
-    return asdict(facts)
+    outcomes = [outcome._asdict() for outcome in facts.outcomes]
+    return {**asdict(replace(facts, outcomes=())), "outcomes": outcomes}
 
 
 def facts_from_dict(data: Mapping[str, Any]) -> RoundFacts:

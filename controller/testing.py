@@ -5,7 +5,7 @@ Tests run controllers on it and count regret in expectation, so that only decisi
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -426,8 +426,7 @@ def drain_s(machine: SimulatedMachine, controller: Controller, lengths: Sequence
         for o in facts.outcomes:
             s = running.pop(o.key)
             if not o.finished:
-                running[o.key] = replace(
-                    s,
+                running[o.key] = s._replace(
                     context_tokens=s.context_tokens + o.committed,
                     generated_tokens=s.generated_tokens + o.committed,
                     remaining_tokens=s.remaining_tokens - o.committed,

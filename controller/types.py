@@ -5,8 +5,8 @@ round was run. None of them holds a tensor, a clock or a handle, so a log of the
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 VerifyMode = Literal["coupled", "block", "token"]
 Numerics = Literal["exact", "fast"]
@@ -94,9 +94,16 @@ class EngineTraits:
     max_context_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceLoad:
-    """One running sequence, as the controller sees it before a round."""
+NOTHING_READY: Mapping[str, int] = {}
+"""What drafters have ready that have nothing, or were not asked."""
+
+
+class SequenceLoad(NamedTuple):
+    """One running sequence, as the controller sees it before a round.
+
+    A tuple, like ``SequenceOutcome``: one of each is made per sequence and round, and a frozen dataclass
+    takes three times as long to make.
+    """
 
     key: int
     """The engine's number for it; never reused."""
@@ -108,7 +115,7 @@ class SequenceLoad:
     remaining_tokens: int
     """Most tokens it may still commit."""
 
-    history_match_tokens: Mapping[str, int] = field(default_factory=dict)
+    history_match_tokens: Mapping[str, int] = NOTHING_READY
     """Per drafter that can tell for free: how many draft tokens it has ready for this sequence. Empty in a
     round whose controller did not want to know (``Controller.wants_look_up``)."""
 
@@ -169,8 +176,7 @@ class RoundPlan:
         return self.assignments.get(key, AR_ASSIGNMENT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceOutcome:
+class SequenceOutcome(NamedTuple):
     """What one decode sequence did in a round."""
 
     key: int

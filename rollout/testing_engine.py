@@ -45,14 +45,8 @@ from rollout.errors import (
 )
 from rollout.policy.manifest import UpdateManifest
 from rollout.seeds import sample_seed
-from rollout.types import (
-    Completion,
-    FinishReason,
-    Provenance,
-    Request,
-    SamplingParams,
-    TokenRecord,
-)
+from rollout.tokens import TokenLog
+from rollout.types import Completion, FinishReason, Provenance, Request, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +201,7 @@ class _Sequence:
     limit: int
     resumed: bool
     prefilled: bool = False
-    records: list[TokenRecord] = field(default_factory=list)
+    records: TokenLog = field(default_factory=TokenLog)
     rounds: int = 0
     drafted: int = 0
 
@@ -371,7 +365,7 @@ class ScriptedEngine:
                     key=sequence.request.key,
                     attempt=sequence.request.attempt,
                     first_index=first,
-                    tokens=tuple(sequence.records[first:]),
+                    tokens=sequence.records[first:],
                 )
             )
         if ended is not None:
@@ -397,17 +391,13 @@ class ScriptedEngine:
             return "failed", NumericError("logits of this sequence are not finite")
         token = self._token(request, sequence.new_tokens)
         speculated = assignment.gamma > 0
-        sequence.records.append(
-            TokenRecord(
-                token_id=token,
-                raw_logprob=-1.0 - token / 1024,
-                scaled_logprob=-1.0 - token / 1024,
-                target_logprob=-1.0 - token / 1024,
-                kept_logmass=0.0,
-                policy_version=self.policy_version,
-                origin=("accepted" if drafts_left else "bonus") if speculated else "plain",
-                drafter=ECHO if speculated else AR,
-            )
+        logprob = -1.0 - token / 1024
+        sequence.records.add(
+            token,
+            (logprob, logprob, logprob, 0.0),
+            policy_version=self.policy_version,
+            origin=("accepted" if drafts_left else "bonus") if speculated else "plain",
+            drafter=ECHO if speculated else AR,
         )
         ends = token in params.stop_ids or (token == EOS_ID and not params.ignore_eos)
         if ends and sequence.new_tokens > params.min_tokens:
@@ -421,12 +411,12 @@ class ScriptedEngine:
 
     def _end(self, sequence: _Sequence, reason: FinishReason, error: Exception | None) -> Completion:
         (self._running if sequence in self._running else self._waiting).remove(sequence)
-        origins = Counter(r.origin for r in sequence.records)
+        origins = Counter(s.origin for s in sequence.records.sources)
         return Completion(
             prompt_uid=sequence.request.prompt_uid,
             sample_index=sequence.request.sample_index,
             attempt=sequence.request.attempt,
-            tokens=tuple(sequence.records),
+            tokens=sequence.records[:],
             text=None,
             finish_reason=reason,
             error=None if error is None else f"{type(error).__name__}: {error}",

@@ -10,13 +10,10 @@ from typing import Any, Literal
 
 from rollout.errors import SamplingParamsError
 from rollout.fields import count, flag, items, real, shown, text
+from rollout.tokens import Tokens
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """``stop``: a stop id, EOS or stop string; ``length``: max_tokens or the context ended it."""
-
-Origin = Literal["plain", "accepted", "corrected", "bonus"]
-"""How a token came to be: no drafts that round, a kept draft, the target's choice instead of a draft,
-the extra token after a fully kept block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,29 +216,6 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenRecord:
-    """One committed token and everything known about it. Logs are natural."""
-
-    token_id: int
-    raw_logprob: float
-    """Temperature 1, full vocabulary, before any processing."""
-
-    scaled_logprob: float
-    """Temperature only, full vocabulary: what TRL and verl recompute. Equals raw when greedy."""
-
-    target_logprob: float
-    """Under the target distribution it was drawn from; 0 when greedy."""
-
-    kept_logmass: float
-    """Log of the mass the filters kept, of the penalised and scaled distribution; 0 without filters."""
-
-    policy_version: int
-    origin: Origin
-    drafter: str
-    """Which drafter's round committed it; ``ar`` when none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
     """Enough to explain, and to reproduce, one completion."""
 
@@ -271,7 +245,7 @@ class Completion:
     """The request's, and one more for every time it was sent on after its host let go of it. Whoever asks
     again counts from the request's."""
 
-    tokens: tuple[TokenRecord, ...]
+    tokens: Tokens
     text: str | None
     """Without special tokens and cut before a stop string that ended it; None without a tokenizer."""
 
@@ -285,4 +259,4 @@ class Completion:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The committed ids, EOS included."""
-        return tuple(t.token_id for t in self.tokens)
+        return self.tokens.ids

@@ -119,7 +119,7 @@ def handed_logprobs(completion: Completion) -> list[float]:
         raise IncompleteRolloutError(f"{name} {completion.finish_reason}: {completion.error}")
     if not completion.tokens:
         raise IncompleteRolloutError(f"{name} is empty; a sample has at least its end-of-sequence token")
-    logprobs = [t.scaled_logprob for t in completion.tokens]
+    logprobs = completion.tokens.scaled_logprobs
     for i, value in enumerate(logprobs):
         if not (math.isfinite(value) and value <= LOGPROB_SLACK):
             raise IncompleteRolloutError(f"{name}: token {i} has logprob {value}")

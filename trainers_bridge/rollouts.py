@@ -184,7 +184,7 @@ class TrainerRollouts:
         self._calls += 1
 
     def _check_versions(self, completions: Sequence[Completion]) -> None:
-        wrong = {t.policy_version for c in completions for t in c.tokens} - {self.policy_version}
+        wrong = {s.policy_version for c in completions for s in c.tokens.sources} - {self.policy_version}
         if wrong:
             raise PolicyPushError(
                 f"samples of policy version {sorted(wrong)} came back where {self.policy_version} is live"
@@ -235,7 +235,7 @@ def handed_output(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Com
         "logprobs": [handed_logprobs(c) for c in completions],
         "policy_version": [c.tokens[-1].policy_version for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
-        "kept_logmass": [sum(t.kept_logmass for t in c.tokens) / len(c.tokens) for c in completions],
+        "kept_logmass": [sum(c.tokens.kept_logmasses) / len(c.tokens) for c in completions],
         "drafted_tokens": [c.provenance.drafted if c.provenance else 0 for c in completions],
         "accepted_tokens": [c.provenance.accepted if c.provenance else 0 for c in completions],
     }
@@ -247,7 +247,7 @@ def handed_output(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Com
 
 def kept_mass_gauges(completions: Sequence[Completion]) -> dict[str, float]:
     """Return how much of the distribution the filters kept, pooled over tokens; 1 without filters."""
-    kept = [math.exp(t.kept_logmass) for c in completions for t in c.tokens]
+    kept = [math.exp(mass) for c in completions for mass in c.tokens.kept_logmasses]
     return {"rollout/kept_mass_mean": sum(kept) / len(kept), "rollout/kept_mass_min": min(kept)}
 
 

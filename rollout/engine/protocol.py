@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from controller.types import EngineTraits, InFlight, PartShape, RoundFacts, RoundLoad, RoundPlan
 from rollout.policy.manifest import UpdateManifest
-from rollout.types import Completion, Request, TokenRecord
+from rollout.tokens import Tokens
+from rollout.types import Completion, Request
 
 if TYPE_CHECKING:  # whoever only passes requests on need not load torch
     from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Emission:
-    """Tokens one request committed in a round, for streams."""
+class Emission(NamedTuple):
+    """Tokens one request committed in a round, for streams.
+
+    A tuple: one of each sequence is made in every round.
+    """
 
     key: tuple[str, int]
     attempt: int
     first_index: int
     """Index of ``tokens[0]`` among the tokens of the completion to come; ``prefix_ids`` do not count."""
 
-    tokens: tuple[TokenRecord, ...]
+    tokens: Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from drafters.types import DraftError
 from rollout.engine import noise
 from rollout.engine.target import Choice
 from rollout.errors import NumericError
-from rollout.types import Origin
+from rollout.tokens import Origin
 
 PROB_SUM_TOLERANCE = 1e-3
 """How far a draft row may be from summing to 1: it covers float32 sums over a large vocabulary."""

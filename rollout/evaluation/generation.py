@@ -16,6 +16,7 @@ from rollout.proof.finding import Difference
 from rollout.proof.margin import with_margin
 from rollout.proof.steering import Drive, Steering, drive
 from rollout.testing_native import ar_plan, fixed_plan
+from rollout.tokens import Tokens
 from rollout.types import Completion, Request
 
 Side = Literal["plain", "speculative", "neither"]
@@ -158,7 +159,7 @@ def _without_logprobs(completion: Completion) -> Completion:
         replace(token, raw_logprob=0.0, scaled_logprob=0.0, target_logprob=0.0, kept_logmass=0.0)
         for token in completion.tokens
     )
-    return replace(completion, tokens=tuple(tokens))
+    return replace(completion, tokens=Tokens(tokens))
 
 
 def _tolerable(difference: Difference, limits: Limits) -> bool:

@@ -4,7 +4,8 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from rollout.proof.finding import Difference, DifferenceKind, Logprobs
-from rollout.types import Completion, Request, TokenRecord
+from rollout.tokens import TokenRecord
+from rollout.types import Completion, Request
 
 Texts = Mapping[tuple[str, int], Completion]
 """How every request of a run ended, by its key."""

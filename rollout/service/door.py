@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rollout.errors import EmptyPromptError, PromptTooLongError, RequestError, SamplingParamsError
 from rollout.fields import count, real, shown, text, token_ids
 from rollout.seeds import sample_seed
+from rollout.tokens import Tokens
 from rollout.types import Completion, Request, SamplingParams
 
 Value = TypeVar("Value")
@@ -57,7 +58,7 @@ def refused_item(item: object, index: int, error: RequestError) -> Completion:
         prompt_uid=_or(default_uid(index), prompt_uid, given.get("prompt_uid")),
         sample_index=_or(0, partial(count, "sample_index"), given.get("sample_index")),
         attempt=_or(0, partial(count, "attempt"), given.get("attempt")),
-        tokens=(),
+        tokens=Tokens(),
         text=None,
         finish_reason="failed",
         error=f"{type(error).__name__}: {error}",

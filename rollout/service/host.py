@@ -13,9 +13,12 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 from controller.types import InFlight
+from rollout.engine.protocol import Emission
 from rollout.errors import WeightUpdateError
 from rollout.guard import assert_own_packages
 from rollout.policy.manifest import UpdateManifest
@@ -30,6 +33,7 @@ from rollout.service.records import (
     LoopStatus,
     RoundRecord,
 )
+from rollout.tokens import Tokens
 from rollout.types import Request
 
 if TYPE_CHECKING:
@@ -213,9 +217,23 @@ class Outbox:
 
 
 def merge(parts: Sequence[HostEvents]) -> HostEvents:
-    """Return several reports as one. Completions give up their tokens: the emissions carry them."""
+    """Return several reports as one. Completions give up their tokens: the emissions carry them.
+
+    What a request committed in several rounds is one emission. The order between requests means nothing.
+    """
+    emissions: dict[tuple[Key, int], list[Emission]] = {}
+    for part in parts:
+        for emission in part.emissions:
+            emissions.setdefault((emission.key, emission.attempt), []).append(emission)
     return HostEvents(
-        emissions=tuple(e for part in parts for e in part.emissions),
-        completions=tuple(replace(c, tokens=()) for part in parts for c in part.completions),
+        emissions=tuple(_joined(told) for told in emissions.values()),
+        completions=tuple(replace(c, tokens=Tokens()) for part in parts for c in part.completions),
         crashed=next((part.crashed for part in parts if part.crashed), None),
     )
+
+
+def _joined(parts: Sequence[Emission]) -> Emission:
+    """Return consecutive emissions of one request as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0]._replace(tokens=reduce(add, [part.tokens for part in parts]))

@@ -12,7 +12,8 @@ from rollout.engine.protocol import Emission
 from rollout.errors import DuplicateRequestError, EngineCrashError, HostLostError
 from rollout.service.live import Key, failed_completion
 from rollout.service.records import Identity
-from rollout.types import Completion, Request, TokenRecord
+from rollout.tokens import TokenLog
+from rollout.types import Completion, Request
 
 
 class Sink(Protocol):
@@ -51,7 +52,7 @@ class Sample:
     request: Request
     """As last sent to a host."""
 
-    records: list[TokenRecord] = field(default_factory=list)
+    records: TokenLog = field(default_factory=TokenLog)
     """What it has, over all attempts."""
 
     attempt_start: int = 0
@@ -150,7 +151,7 @@ class Ledger:
             raise EngineCrashError(f"{emission.key}: {told}")
         first_index = len(sample.records)
         sample.records.extend(emission.tokens)
-        sample.sink.tokens(replace(emission, first_index=first_index, attempt=sample.request.attempt))
+        sample.sink.tokens(emission._replace(first_index=first_index, attempt=sample.request.attempt))
 
     def completion(self, host: str, completion: Completion) -> None:
         """Take an ending from a host and pass it on with all tokens."""
@@ -164,7 +165,7 @@ class Ledger:
         del self._samples[sample.asked.key]
         self._leave(sample)
         attempt = sample.request.attempt
-        sample.sink.ended(replace(completion, attempt=attempt, tokens=tuple(sample.records)))
+        sample.sink.ended(replace(completion, attempt=attempt, tokens=sample.records[:]))
         if sample.at_end is not None:
             sample.at_end()
 
@@ -237,8 +238,7 @@ def resend(sample: Sample, identity: Identity, *, allow_other: bool) -> Request:
     if last is not None and sample.records and sample.records[-1].policy_version > last.policy_version:
         last, moved = replace(last, policy_version=sample.records[-1].policy_version), True
     if last in (None, identity) or not sample.records or allow_other:
-        done = tuple(record.token_id for record in sample.records)
-        return replace(later, prefix_ids=sample.asked.prefix_ids + done)
+        return replace(later, prefix_ids=sample.asked.prefix_ids + sample.records.ids)
     assert last is not None
     if moved and not sample.sink.streamed:
         sample.records.clear()

@@ -3,13 +3,14 @@
 Invariant: every request ends once, and the tokens emitted for it, in order, are its completion's tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollout.engine.protocol import Emission
 from rollout.errors import EngineCrashError
 from rollout.service.records import HostEvents
-from rollout.types import Completion, Request, TokenRecord
+from rollout.tokens import Tokens
+from rollout.types import Completion, Request
 
 Key = tuple[str, int]
 Targets = Mapping[Key, int]
@@ -21,8 +22,7 @@ class Live:
     """A request that has not ended."""
 
     request: Request
-    deadline_at_s: float | None
-    tokens: list[TokenRecord] = field(default_factory=list)
+    tokens: Tokens = field(default_factory=Tokens)
     """What it has committed so far."""
 
 
@@ -31,6 +31,9 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._live: dict[Key, Live] = {}
+        self._deadlines_s: dict[Key, float] = {}
+        """Of those that have one: they are looked at before every round."""
+
         self._emissions: list[Emission] = []
         self._completions: list[Completion] = []
 
@@ -52,10 +55,9 @@ class LiveRequests:
 
     def open(self, request: Request, *, now_s: float) -> None:
         """Take a request the engine accepted."""
-        deadline_s = request.deadline_s
-        self._live[request.key] = Live(
-            request=request, deadline_at_s=None if deadline_s is None else now_s + deadline_s
-        )
+        self._live[request.key] = Live(request=request)
+        if request.deadline_s is not None:
+            self._deadlines_s[request.key] = now_s + request.deadline_s
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Report a request that was never taken as failed."""
@@ -66,7 +68,7 @@ class LiveRequests:
         live = self._live.get(emission.key)
         if live is None or emission.first_index != len(live.tokens):
             raise EngineCrashError(f"tokens out of place for {emission.key} at {emission.first_index}")
-        live.tokens.extend(emission.tokens)
+        live.tokens += emission.tokens
         self._emissions.append(emission)
 
     def end(self, completion: Completion) -> None:
@@ -75,6 +77,7 @@ class LiveRequests:
         live = self._live.pop(key, None)
         if live is None:
             raise EngineCrashError(f"request {key} ended twice")
+        self._deadlines_s.pop(key, None)
         known = len(live.tokens)
         rest = completion.tokens[known:]
         if rest:
@@ -88,19 +91,15 @@ class LiveRequests:
         for live in self._live.values():
             self._completions.append(failed_completion(live.request, error, tokens=live.tokens))
         self._live.clear()
+        self._deadlines_s.clear()
 
     def expired(self, now_s: float) -> list[Request]:
         """Return the requests whose deadline has passed."""
-        return [
-            live.request
-            for live in self._live.values()
-            if live.deadline_at_s is not None and live.deadline_at_s <= now_s
-        ]
+        return [self._live[key].request for key, at_s in self._deadlines_s.items() if at_s <= now_s]
 
     def next_deadline_s(self) -> float:
         """Return when the next deadline passes; infinity without any."""
-        deadlines = (live.deadline_at_s for live in self._live.values())
-        return min((d for d in deadlines if d is not None), default=float("inf"))
+        return min(self._deadlines_s.values(), default=float("inf"))
 
     def take_events(self, *, crashed: str | None) -> HostEvents | None:
         """Return what happened since the last call; None for nothing."""
@@ -113,15 +112,13 @@ class LiveRequests:
         return events
 
 
-def failed_completion(
-    request: Request, error: Exception, *, tokens: Sequence[TokenRecord] = ()
-) -> Completion:
+def failed_completion(request: Request, error: Exception, *, tokens: Tokens | None = None) -> Completion:
     """Return the ending of a request that failed outside a round."""
     return Completion(
         prompt_uid=request.prompt_uid,
         sample_index=request.sample_index,
         attempt=request.attempt,
-        tokens=tuple(tokens),
+        tokens=Tokens() if tokens is None else tokens[:],
         text=None,
         finish_reason="failed",
         error=f"{type(error).__name__}: {error}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.types import RoundFacts, RoundLoad, RoundPlan
+from controller.types import RoundFacts, RoundLoad, RoundPlan, SequenceLoad, SequenceOutcome
 from rollout.settings import to_plain
 from rollout.tracking.control_log import ControlLogs
 from rollout.tracking.reduce import AcceptanceCounts, RolloutPool, completion_record, round_gauges
@@ -84,10 +85,10 @@ def round_record(
     *, host: str, at_s: float, load: RoundLoad, plan: RoundPlan, facts: RoundFacts
 ) -> dict[str, Any]:
     """Return one decision and what came of it as plain data; sequences are columns, to keep lines short."""
-    facts_plain = to_plain(facts)
-    facts_plain["outcomes"] = _columns(facts_plain["outcomes"])
-    load_plain = to_plain(load)
-    load_plain["sequences"] = _columns(load_plain["sequences"])
+    facts_plain = to_plain(replace(facts, outcomes=()))
+    facts_plain["outcomes"] = _columns(facts.outcomes)
+    load_plain = to_plain(replace(load, sequences=()))
+    load_plain["sequences"] = _columns(load.sequences)
     plan_plain = to_plain(plan)
     plan_plain["assignments"] = {
         "key": list(plan.assignments),
@@ -97,5 +98,10 @@ def round_record(
     return {"host": host, "at_s": at_s, "load": load_plain, "plan": plan_plain, "facts": facts_plain}
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+def _columns(rows: Sequence[SequenceLoad] | Sequence[SequenceOutcome]) -> dict[str, list[Any]]:
+    if not rows:
+        return {}
+    return {
+        name: to_plain(list(column))
+        for name, column in zip(rows[0]._fields, zip(*rows, strict=True), strict=True)
+    }

@@ -259,7 +259,7 @@ def slowest_build_s(stats: Mapping[str, float]) -> float | None:
 def completion_record(completion: Completion) -> dict[str, object]:
     """Return how a request ended as plain data, without its text: a line of the journal."""
     proof = completion.provenance
-    versions = [t.policy_version for t in completion.tokens]
+    versions = [s.policy_version for s in completion.tokens.sources]
     record: dict[str, object] = {
         "prompt_uid": completion.prompt_uid,
         "sample_index": completion.sample_index,
@@ -269,7 +269,7 @@ def completion_record(completion: Completion) -> dict[str, object]:
         "tokens": len(completion.tokens),
         "policy_version_first": versions[0] if versions else None,
         "policy_version_last": versions[-1] if versions else None,
-        "tokens_by_origin": dict(Counter(t.origin for t in completion.tokens)),
+        "tokens_by_origin": dict(Counter(s.origin for s in completion.tokens.sources)),
     }
     if proof is None:
         return record

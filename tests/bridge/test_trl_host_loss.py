@@ -28,8 +28,9 @@ from rollout.service.client import RolloutClient
 from rollout.service.factory import EngineSpec
 from rollout.testing import save_tiny_folder
 from rollout.testing_native import fixed_plan
+from rollout.tokens import TokenRecord
 from rollout.tracking.jsonl import JsonlTracker
-from rollout.types import Completion, Request, TokenRecord
+from rollout.types import Completion, Request
 from trainers_bridge.config import TrainerConfig
 from trainers_bridge.testing import EngineClient
 from trainers_bridge.trl import make_rollout_func, trainer_args

@@ -34,7 +34,8 @@ from rollout.testing_native import (
     tiny_engine,
 )
 from rollout.testing_planes import NativeRun, assert_stands_as_native, native_runs
-from rollout.types import Completion, Request, SamplingParams, TokenRecord
+from rollout.tokens import TokenRecord
+from rollout.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.lossless
 

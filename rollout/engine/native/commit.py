@@ -9,7 +9,8 @@ from typing import Protocol
 
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Choice
-from rollout.types import FinishReason, Origin, TokenRecord
+from rollout.tokens import Origin
+from rollout.types import FinishReason
 
 _MARGIN_CHARACTERS = 4
 """Text kept before the longest match a window may hold: its first characters can read otherwise than in the
@@ -41,18 +42,8 @@ def commit_token(
     sequence.tokens.append(token)
     if sequence.params.has_penalties:
         sequence.output_counts[token] += 1
-    sequence.records.append(
-        TokenRecord(
-            token_id=token,
-            raw_logprob=choice.raw_logprob,
-            scaled_logprob=choice.scaled_logprob,
-            target_logprob=choice.target_logprob,
-            kept_logmass=choice.kept_logmass,
-            policy_version=policy_version,
-            origin=origin,
-            drafter=drafter,
-        )
-    )
+    logs = choice[1:5]  # by place: the four of a choice are those of a record
+    sequence.records.add(token, logs, policy_version=policy_version, origin=origin, drafter=drafter)
     return _finish_reason(sequence, token, detokenizer)
 
 

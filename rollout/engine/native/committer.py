@@ -80,7 +80,7 @@ class Committer:
         *,
         in_lanes: bool,
     ) -> None:
-        drafts = len(work.drafts_of(sequence).tokens)
+        drafts = len(work.drafts_of(sequence).tokens) if work.drafted else 0
         drafter = work.assignments[sequence.key].drafter if drafts or in_lanes else AR
         context, accepted_before = len(sequence.tokens), sequence.accepted
         sequence.rounds += 1
@@ -88,16 +88,17 @@ class Committer:
         sequence.verified_rows += 1 + drafts
         committed = self._commit_tokens(sequence, verdict, drafter, out, policy_version)
         out.sequences.append(
+            # In the order of the fields, here and below: naming them costs as much again.
             SequenceOutcome(
-                key=sequence.key,
-                drafter=drafter,
-                gamma=drafts,
-                accepted=sequence.accepted - accepted_before,
-                committed=committed,
-                context_tokens=context,
-                censored=committed < len(verdict.tokens),
-                finished=sequence.phase is Phase.OVER,
-                judged_singly=in_lanes,
+                sequence.key,
+                drafter,
+                drafts,
+                sequence.accepted - accepted_before,
+                committed,
+                context,
+                committed < len(verdict.tokens),
+                sequence.phase is Phase.OVER,
+                in_lanes,
             )
         )
 
@@ -135,14 +136,8 @@ class Committer:
 
     def _announce(self, sequence: LiveSequence, committed: int, out: Committed, *, finished: bool) -> None:
         request, records = sequence.request, sequence.records
-        out.emissions.append(
-            Emission(
-                key=request.key,
-                attempt=request.attempt,
-                first_index=len(records) - committed,
-                tokens=tuple(records[-committed:]),
-            )
-        )
+        first = len(records) - committed
+        out.emissions.append(Emission(request.key, request.attempt, first, records[first:]))
         if finished:
             self._drafting.finished(draft_request(sequence, 0))
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from controller.types import (
+    NOTHING_READY,
     POLICY,
     EngineTraits,
     InFlight,
@@ -65,7 +65,6 @@ from rollout.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
-NOTHING_READY: Mapping[str, int] = MappingProxyType({})
 IN_FLIGHT: tuple[InFlight, ...] = ("drain", "abort", "recompute", "keep")
 
 
@@ -216,13 +215,8 @@ class NativeEngine:
             policy_version=self.policy_version,
             sequences=tuple(
                 [
-                    SequenceLoad(
-                        key=s.key,
-                        context_tokens=len(s.tokens),
-                        generated_tokens=s.new_tokens,
-                        remaining_tokens=s.remaining_tokens,
-                        history_match_tokens=told,
-                    )
+                    # In the order of the fields: naming them costs as much again.
+                    SequenceLoad(s.key, len(s.tokens), s.new_tokens, s.remaining_tokens, told)
                     for s, told in zip(decoding, ready, strict=True)
                 ]
             ),

@@ -91,9 +91,8 @@ class Judge:
     def judge_chosen(self, work: Work, choose: ChoicesOf) -> list[Verdict]:
         """Return coupled verdicts, one per sequence of ``work.choosing``; ``choose`` is called once."""
         if not work.drafted:
-            seeds = [noise_seed(s, self._mode) for s in work.choosing]
-            rows = [s.target_row([], seed=seed) for s, seed in zip(work.choosing, seeds, strict=True)]
-            return [plain_verdict(choice) for choice in choose(rows)]
+            rows = [s.target_row([], seed=None) for s in work.choosing]
+            return list(map(plain_verdict, choose(rows)))
         spans = self._spans(work)
         choices = choose([row for span in spans for row in span.rows])
         return [verify_coupled(s.drafts, choices[s.start : s.start + len(s.rows)]) for s in spans]

@@ -7,7 +7,8 @@ from enum import Enum
 
 from rollout.engine.target import TargetRow
 from rollout.seeds import round_seed
-from rollout.types import Completion, FinishReason, Provenance, Request, SamplingParams, TokenRecord
+from rollout.tokens import TokenLog
+from rollout.types import Completion, FinishReason, Provenance, Request, SamplingParams
 
 
 class Phase(Enum):
@@ -47,7 +48,7 @@ class LiveSequence:
     slot: int = -1
     """Row of the page table; -1 while it holds none."""
 
-    records: list[TokenRecord] = field(default_factory=list)
+    records: TokenLog = field(default_factory=TokenLog)
     text_end: int | None = None
     """Characters of text before the stop string that ended it; None while none did."""
 
@@ -110,10 +111,10 @@ class LiveSequence:
         ``seed`` replaces the request's seed where noise must not repeat over rounds.
         """
         params = self.params
-        counts: Counter[int] = self.output_counts
         if not self.edits_logits:
             own = self.request.seed if seed is None else seed
-            return TargetRow(own, len(self.tokens) + len(drafts), params, counts, self.prompt_set)
+            return TargetRow(own, len(self.tokens) + len(drafts), params)
+        counts: Counter[int] = self.output_counts
         if drafts and params.has_penalties:
             counts = counts + Counter(drafts)
         banned: tuple[int, ...] = ()
@@ -147,7 +148,7 @@ class LiveSequence:
             prompt_uid=self.request.prompt_uid,
             sample_index=self.request.sample_index,
             attempt=self.request.attempt,
-            tokens=tuple(self.records),
+            tokens=self.records[:],
             text=text,
             finish_reason=reason,
             error=None if error is None else f"{type(error).__name__}: {error}",

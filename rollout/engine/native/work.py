@@ -6,7 +6,7 @@ from controller.types import AR, AR_ASSIGNMENT, Assignment, DraftCost, RoundPlan
 from drafters.types import DraftRequest
 from rollout.engine.native.drafts.drafting import NO_DRAFTS, Drafted, Drafting
 from rollout.engine.native.lanes.wavefront import Wavefront
-from rollout.engine.native.rows import RowBatch, RowMemory
+from rollout.engine.native.rows import PAGE_TOKENS, RowBatch, RowMemory
 from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.verify import Verdict
@@ -118,12 +118,15 @@ def _lane_passes(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront) ->
 
 def _reserve_plain(scheduler: Scheduler, *, chunk_tokens: int) -> Work:
     """Take the pages of a round in which everybody decodes plainly."""
-    for sequence in scheduler.decoding():
+    decoding = scheduler.decoding()
+    full = [s for s in decoding if len(s.tokens) > PAGE_TOKENS * len(s.pages)]
+    for sequence in full:
         if sequence.phase is not Phase.DECODE:
             continue  # preempted by an elder earlier in this loop
         if not scheduler.reserve(sequence, len(sequence.tokens), may_preempt=True):
             scheduler.preempt(sequence)
-    decoding = scheduler.decoding()
+    if full:
+        decoding = scheduler.decoding()
     return Work(chunks=scheduler.chunks(chunk_tokens), decoding=decoding, assignments={})
 
 
@@ -154,6 +157,8 @@ def run_lanes(work: Work, wavefront: Wavefront) -> list[Verdict]:
 
 def row_batch(work: Work, memory: RowMemory) -> RowBatch:
     """Return the rows of the round's forward; head rows stand in ``work.choosing`` order."""
+    if not work.chunks and not work.drafted:
+        return _plain_rows(work, memory)
     tokens: list[int] = []
     positions: list[int] = []
     tables: list[int] = []
@@ -178,6 +183,15 @@ def row_batch(work: Work, memory: RowMemory) -> RowBatch:
             tables += [sequence.slot] * len(drafts)
     work.context_tokens = sum(positions) + len(positions)
     return memory.batch(tokens, positions, tables, heads)
+
+
+def _plain_rows(work: Work, memory: RowMemory) -> RowBatch:
+    """Return the rows of a round in which everybody decodes plainly: their last tokens, each with a head."""
+    decoding = work.decoding
+    positions = [len(s.tokens) - 1 for s in decoding]
+    work.context_tokens = sum(positions) + len(positions)
+    last, slots = [s.tokens[-1] for s in decoding], [s.slot for s in decoding]
+    return memory.batch(last, positions, slots, range(len(decoding)))
 
 
 def draft_request(sequence: LiveSequence, gamma: int) -> DraftRequest:

@@ -68,7 +68,7 @@ def test_long_sequences_of_a_tail_get_more_drafts() -> None:
     for waiting in (0, 5):
         load = load_of(14, ready={"history": 8}, waiting=waiting)
         sequences = tuple(
-            replace(s, generated_tokens=600 if s.key == 0 else 100, remaining_tokens=900)
+            s._replace(generated_tokens=600 if s.key == 0 else 100, remaining_tokens=900)
             for s in load.sequences
         )
         plan = auto(machine, tail_weight=1.0).decide(replace(load, sequences=sequences), now_s=1.0)
@@ -180,8 +180,8 @@ def test_drafters_are_mixed_where_only_some_sequences_have_matches() -> None:
 
     def load_at(r: int) -> RoundLoad:
         load = load_of(6, round_index=r)
-        first = replace(load.sequences[0], history_match_tokens={"history": 2})
-        rest = tuple(replace(s, history_match_tokens={"history": 0}) for s in load.sequences[1:])
+        first = load.sequences[0]._replace(history_match_tokens={"history": 2})
+        rest = tuple(s._replace(history_match_tokens={"history": 0}) for s in load.sequences[1:])
         return replace(load, sequences=(first, *rest))
 
     # Copies are hoped for little, so a few probes come first.
@@ -191,7 +191,7 @@ def test_drafters_are_mixed_where_only_some_sequences_have_matches() -> None:
 
 
 def blind(load: RoundLoad) -> RoundLoad:
-    return replace(load, sequences=tuple(replace(s, history_match_tokens={}) for s in load.sequences))
+    return replace(load, sequences=tuple(s._replace(history_match_tokens={}) for s in load.sequences))
 
 
 @pytest.mark.parametrize(("ready", "batch"), [(0, 8), (1, 32), (6, 2)])
@@ -283,7 +283,7 @@ def test_no_pass_is_run_for_the_one_sequence_that_ceased_to_copy(acceptance: flo
     copied = 0
     for r in range(400):
         load = load_of(2, round_index=r, ready={"history": 0})
-        first = replace(load.sequences[0], history_match_tokens={"history": 6 if r // 10 % 2 else 0})
+        first = load.sequences[0]._replace(history_match_tokens={"history": 6 if r // 10 % 2 else 0})
         load = replace(load, sequences=(first, *load.sequences[1:]))
         plan = controller.decide(load, now_s=0.01 * r)
         controller.observe(machine.run(load, plan))

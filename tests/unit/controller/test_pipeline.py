@@ -139,7 +139,7 @@ def test_longer_rounds_bring_their_tokens_and_spare_what_a_round_costs_beside_th
 
 def test_a_round_that_ends_with_its_sequence_is_priced_to_its_end_alone() -> None:
     cost, pipeline = CostModel(LONG, calibration(flops_per_s=1e14), ControllerConfig()), pipelines_of(LONG)
-    near = [replace(s, remaining_tokens=5) for s in load_of(1).sequences]
+    near = [s._replace(remaining_tokens=5) for s in load_of(1).sequences]
     found = {}
     for name, sequences in (("near", near), ("far", load_of(1).sequences)):
         batch = batch_of(sequences, tail_weight=0.0, tail=True)

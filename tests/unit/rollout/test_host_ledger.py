@@ -11,7 +11,7 @@ from rollout.service.live import failed_completion
 from rollout.service.records import Identity
 from rollout.service.routing import HostLoad, choose_host
 from rollout.testing_engine import scripted_requests
-from rollout.types import TokenRecord
+from rollout.tokens import TokenRecord, Tokens
 
 HERE = Identity(policy_version=3, fingerprint="a")
 
@@ -49,7 +49,7 @@ def emission(request, first, *tokens):
         key=request.key,
         attempt=request.attempt,
         first_index=first,
-        tokens=tuple(record(t) for t in tokens),
+        tokens=Tokens(record(t) for t in tokens),
     )
 
 
@@ -154,7 +154,7 @@ def test_after_an_update_an_unseen_sample_starts_again_and_a_seen_one_fails(stre
 
 def test_tokens_newer_than_their_host_had_told_are_never_continued_under_older_weights():
     ledger, _, sample, first = opened()
-    ledger.emission("host-0", replace(emission(first, 0), tokens=(record(5, version=4),)))
+    ledger.emission("host-0", emission(first, 0)._replace(tokens=Tokens([record(5, version=4)])))
     ledger.lost("host-0", HERE)
     second = ledger.send(sample, "host-1", HERE, now_s=102.0, allow_other=False)
     assert (second.prefix_ids, sample.records) == ((), [])
@@ -173,7 +173,7 @@ def test_text_that_an_update_ended_is_not_continued_by_the_weights_its_host_had_
 def test_tokens_made_since_an_update_are_continued_after_it():
     newer = Identity(policy_version=4, fingerprint="c")
     ledger, _, sample, first = opened()
-    ledger.emission("host-0", replace(emission(first, 0), tokens=(record(5, version=4),)))
+    ledger.emission("host-0", emission(first, 0)._replace(tokens=Tokens([record(5, version=4)])))
     ledger.lost("host-0", newer, carried_since=4)
     assert ledger.send(sample, "host-1", newer, now_s=102.0, allow_other=False).prefix_ids == (5,)
 

@@ -36,9 +36,10 @@ from rollout.report.summary import summary_row
 from rollout.report.svg import Axis, axis_over, number
 from rollout.report.time_split import MOST_ROWS, time_split
 from rollout.service.records import RoundRecord
+from rollout.tokens import TokenRecord, Tokens
 from rollout.tracking.jsonl import JsonlTracker
 from rollout.tracking.recorder import RolloutRecorder
-from rollout.types import Completion, Provenance, TokenRecord
+from rollout.types import Completion, Provenance
 
 TITLES = (
     "Reward",
@@ -114,7 +115,7 @@ def _completion(uid: str, index: int, *, tokens: int, decode_s: float) -> Comple
         prompt_uid=uid,
         sample_index=index,
         attempt=0,
-        tokens=(token,) * tokens,
+        tokens=Tokens([token] * tokens),
         text=None,
         finish_reason="stop",
         error=None,
@@ -225,9 +226,9 @@ def test_acceptance_counts_only_blocks_that_drafted_a_position(tmp_path: Path) -
     record = _round(0, version=1, batch=3, gamma=2, rng=random.Random(0))
     first, second, third = record.facts.outcomes
     outcomes = (
-        replace(first, gamma=2, accepted=2),
-        replace(second, gamma=1, accepted=0),
-        replace(third, gamma=2, accepted=1, censored=True),
+        first._replace(gamma=2, accepted=2),
+        second._replace(gamma=1, accepted=0),
+        third._replace(gamma=2, accepted=1, censored=True),
     )
     RolloutRecorder(tracker).rounds([replace(record, facts=replace(record.facts, outcomes=outcomes))])
     body = acceptance_by_position(read_journal(tmp_path)).body
@@ -513,7 +514,7 @@ def _one_round(folder: Path, record: RoundRecord) -> Panel:
 
 
 def _with_drafts(record: RoundRecord, drafter: str, draft_pass: PassSeconds | None) -> RoundRecord:
-    outcomes = tuple(replace(o, drafter=drafter) for o in record.facts.outcomes)
+    outcomes = tuple(o._replace(drafter=drafter) for o in record.facts.outcomes)
     return replace(record, facts=replace(record.facts, outcomes=outcomes, draft_pass=draft_pass))
 
 

@@ -25,6 +25,7 @@ from controller.types import (
 )
 from rollout.config import TrackerConfig
 from rollout.errors import ConfigError
+from rollout.tokens import TokenRecord, Tokens
 from rollout.tracking.jsonl import JsonlTracker, read_jsonl
 from rollout.tracking.opening import RunIdentity, open_tracker
 from rollout.tracking.recorder import RolloutRecorder, round_record
@@ -36,7 +37,7 @@ from rollout.tracking.reduce import (
     slowest_build_s,
 )
 from rollout.tracking.tracker import Tracker, Trackers
-from rollout.types import Completion, Provenance, TokenRecord
+from rollout.types import Completion, Provenance
 
 
 def outcome(
@@ -99,7 +100,7 @@ def completion(*, tokens: int, finish_reason: Any = "stop") -> Completion:
         prompt_uid="p",
         sample_index=0,
         attempt=0,
-        tokens=tuple(
+        tokens=Tokens(
             TokenRecord(
                 token_id=i,
                 raw_logprob=-1.0,
@@ -162,8 +163,8 @@ def test_a_block_cut_by_a_stop_says_nothing_about_the_positions_it_cut_off() -> 
 
 def test_draft_tokens_judged_singly_have_one_position_and_wrong_ones_end_blocks() -> None:
     counts = AcceptanceCounts()
-    counts.add(replace(outcome(1, gamma=9, accepted=6), judged_singly=True))
-    counts.add(replace(outcome(2, gamma=2, accepted=2), judged_singly=True))
+    counts.add(outcome(1, gamma=9, accepted=6)._replace(judged_singly=True))
+    counts.add(outcome(2, gamma=2, accepted=2)._replace(judged_singly=True))
     assert counts.by_position() == {0: 8 / 11}
     assert (counts.drafts, counts.drafted, counts.accepted) == (4, 11, 8)
 

@@ -5,7 +5,8 @@ import pytest
 
 from rollout.errors import ConfigError
 from rollout.settings import load_config
-from rollout.types import Completion, Request, SamplingParams, TokenRecord
+from rollout.tokens import TokenRecord, Tokens
+from rollout.types import Completion, Request, SamplingParams
 from trainers_bridge.config import TrainerConfig
 from trainers_bridge.contract import (
     IncompleteRolloutError,
@@ -31,7 +32,7 @@ SAMPLE = Completion(
     prompt_uid="p",
     sample_index=0,
     attempt=0,
-    tokens=(TOKEN, replace(TOKEN, token_id=1, scaled_logprob=-3.0)),
+    tokens=Tokens([TOKEN, replace(TOKEN, token_id=1, scaled_logprob=-3.0)]),
     text="x",
     finish_reason="stop",
     error=None,
@@ -106,9 +107,9 @@ def test_the_scaled_logprobs_are_handed_over() -> None:
     [
         ({"finish_reason": "failed", "error": "NumericError: x"}, "NumericError"),
         ({"finish_reason": "aborted", "error": "AbortedError: x"}, "AbortedError"),
-        ({"tokens": ()}, "empty"),
-        ({"tokens": (replace(TOKEN, scaled_logprob=float("nan")),)}, "nan"),
-        ({"tokens": (replace(TOKEN, scaled_logprob=0.5),)}, "0.5"),
+        ({"tokens": Tokens()}, "empty"),
+        ({"tokens": Tokens([replace(TOKEN, scaled_logprob=float("nan"))])}, "nan"),
+        ({"tokens": Tokens([replace(TOKEN, scaled_logprob=0.5)])}, "0.5"),
     ],
 )
 def test_a_sample_a_trainer_could_not_learn_from_is_an_error(change: dict[str, Any], message: str) -> None:

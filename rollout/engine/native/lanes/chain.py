@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Choice, TargetRow
-from rollout.types import Origin
+from rollout.tokens import Origin
 
 
 @dataclass(kw_only=True, slots=True)

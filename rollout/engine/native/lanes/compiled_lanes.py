@@ -15,7 +15,7 @@ from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.drafts.view import EngineState
 from rollout.engine.native.lanes.chain import Chain, Lane, LaneStates, Spent
 from rollout.engine.target import Choice
-from rollout.types import Origin
+from rollout.tokens import Origin
 
 _NONE = -1
 _ORIGINS: tuple[Origin, ...] = ("plain", "accepted", "corrected")
