@@ -187,15 +187,19 @@ class CountingDecoder:
         *,
         taps: Sequence[str] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
     ) -> ForwardResult:
-        """Count and compute."""
-        for loop in range(self.spec.loops) if loops is None else loops:
-            self._count(batch, [loop] * batch.rows)
+        """Count and compute; of a loop's parts the one with its last layer counts."""
+        if layers is None or layers.stop == self.spec.layers:
+            for loop in range(self.spec.loops) if loops is None else loops:
+                self._count(batch, [loop] * batch.rows)
         if loops is not None and loops.start == self.fail_from_loop:
             raise RuntimeError("planted: this forward fails")
-        return self._inner.forward(batch, kv, taps=taps, loops=loops, hidden_MD=hidden_MD, states=states)
+        return self._inner.forward(
+            batch, kv, taps=taps, loops=loops, layers=layers, hidden_MD=hidden_MD, states=states
+        )
 
     def advance(self, hidden_MD: Tensor, batch: RowBatch, kv: KVStorage, *, loop_M: Tensor) -> ForwardResult:
         """Count and compute."""

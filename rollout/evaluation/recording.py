@@ -99,13 +99,19 @@ class RecordingDecoder(CountingDecoder):
         *,
         taps: Sequence[str] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
     ) -> ForwardResult:
-        """Compute with a tap after every loop, and keep what they show; every row is computed whole."""
+        """Compute with a tap after every loop, and keep what they show; every row is computed whole.
+
+        Raises ``ValueError`` for layers without a loop's last one: there is no state to keep after them.
+        """
         run = range(self.spec.loops) if loops is None else loops
         names = [f"loop.{loop}" for loop in run]
-        result = super().forward(batch, kv, taps=[*taps, *names], loops=loops, hidden_MD=hidden_MD)
+        result = super().forward(
+            batch, kv, taps=[*taps, *names], loops=loops, layers=layers, hidden_MD=hidden_MD
+        )
         for loop, name in zip(run, names, strict=True):
             self._keep(batch, [loop] * batch.rows, result.taps[name])
         if run.stop == self.spec.loops:

@@ -89,6 +89,7 @@ class TableDecoder:
         *,
         taps: Sequence[str] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
     ) -> ForwardResult:

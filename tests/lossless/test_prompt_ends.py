@@ -46,10 +46,11 @@ class WholeRows(CountingDecoder):
         *,
         taps: tuple[str, ...] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
     ) -> ForwardResult:
-        return super().forward(batch, kv, taps=taps, loops=loops, hidden_MD=hidden_MD)
+        return super().forward(batch, kv, taps=taps, loops=loops, layers=layers, hidden_MD=hidden_MD)
 
 
 def engine_of(policy: TinyPolicy, *, compiled: bool, whole: bool, verify: str = "coupled") -> NativeEngine:

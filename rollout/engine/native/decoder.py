@@ -44,13 +44,14 @@ class ForwardResult:
     """float32 (float64 in a float64 decoder), one row per head row."""
 
     hidden_MD: Tensor
-    """States after the last loop run: what the next loop, the head and the exit gate read. Empty (0, D) where
-    they were not wanted."""
+    """States after the last loop run: what the next loop, the head and the exit gate read. Where its last
+    layer was not run, the residual stream after the last one that was. Empty (0, D) where they were not
+    wanted."""
 
     taps: Mapping[str, Tensor] = field(default_factory=dict)
     """Hidden states (M, hidden) by name: ``"layer.3"`` is the residual stream after layer 3 of the last
     loop run, ``"loop.1.layer.3"`` names the loop, ``"loop.1"`` is the state after that loop, ``"embed"`` the
-    input, ``"final"`` after the last norm."""
+    input, ``"final"`` after the last norm. Of layers that were not run there are none."""
 
     seconds: ForwardSeconds | None = None
     """What it spent its time on; None where the decoder cannot tell."""
@@ -94,6 +95,7 @@ class Decoder(Protocol):
         *,
         taps: Sequence[str] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
     ) -> ForwardResult:
@@ -103,8 +105,15 @@ class Decoder(Protocol):
         ``hidden_MD``, the states after the loop before (kept as it is), and do not read the tokens. The head
         reads the state after the last loop run, whichever that is. Without ``states`` the result has none,
         and rows without a head end with writing their last keys and values, all that is read of them later;
-        with taps they go on. Raises ``ValueError`` for loops the policy does not have, and for states that
-        are missing, unwanted or mis-shaped.
+        with taps they go on.
+
+        ``layers`` (all by default) are some of one loop's. Those from 0 on start where the loop does, later
+        ones at ``hidden_MD``, the residual stream after the layer before. Without the loop's last layer there
+        is no norm behind them and no head, and the states are the residual stream as a tap shows it. Parts
+        that make a loop have the whole forward's bits.
+
+        Raises ``ValueError`` for loops and layers the policy does not have, for some layers of several loops,
+        for head rows without the last layer, and for states that are missing, unwanted or mis-shaped.
         """
         ...
 

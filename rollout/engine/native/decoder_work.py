@@ -1,7 +1,9 @@
 """What a decoder has computed, in plain counts: by these, work that was done twice is seen to be.
 
 A *row-loop* is one row taken through one loop. Compiled kernels count where they write keys, whatever the
-call they are part of; the torch decoder counts what its methods are asked for.
+call they are part of; the torch decoder counts what its methods are asked for. Of forwards that run a loop's
+layers part by part the one with the last layer counts, so that the parts count as the whole; layers that no
+such forward follows count nothing.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which loops a forward runs, where it starts, and which states of it can be looked at.
+"""Which loops and layers a forward runs, where it starts, and which states of it can be looked at.
 
 Shapes: M rows, D hidden, N states.
 """
@@ -10,7 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.engine.native.rows import RowBatch
 from rollout.policy.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What a forward runs: whole loops, or some layers of one."""
+
+    loops: range
+    layers: range
+    """Of each of these loops."""
+
+    whole_loops: bool
+    """Whether these are all of a loop's layers."""
+
+    ends_loops: bool
+    """Whether the last layer is one of them: only then has a loop a state that the next one, the head and the
+    exit gate read. Else rows end with the residual stream, which the layer after goes on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,45 +48,80 @@ EMBED = TapPlace()
 FINAL = TapPlace(final=True)
 
 
-def tap_place(name: str, loops: range, layers: int) -> TapPlace:
-    """Return the place of a tap's name in a forward of ``loops``. Raises ``ValueError`` where there is none.
+def tap_place(name: str, course: Course) -> TapPlace:
+    """Return the place of a tap's name in a forward. Raises ``ValueError`` where there is none.
 
     Names are ``embed``, ``final``, ``loop.T``, ``loop.T.layer.L``, and ``layer.L`` of the last loop run.
     """
-    if name in ("embed", "final"):
-        return FINAL if name == "final" else EMBED
     match name.split("."):
+        case ["embed"]:
+            return EMBED
+        case ["final"]:
+            place = FINAL
         case ["layer", layer] if layer.isdecimal():
-            place = TapPlace(loop=loops.stop - 1, layer=int(layer))
+            place = TapPlace(loop=course.loops.stop - 1, layer=int(layer))
         case ["loop", loop] if loop.isdecimal():
             place = TapPlace(loop=int(loop))
         case ["loop", loop, "layer", layer] if loop.isdecimal() and layer.isdecimal():
             place = TapPlace(loop=int(loop), layer=int(layer))
         case _:
             raise ValueError(f"there is no tap {name!r}")
-    if place.loop not in loops or (place.layer or 0) >= layers:
-        raise ValueError(f"there is no tap {name!r} in a forward of loops {loops} of {layers} layers")
+    in_loop = place.final or place.loop in course.loops
+    after = course.ends_loops if place.layer is None else place.layer in course.layers
+    if not in_loop or not after:
+        raise ValueError(
+            f"there is no tap {name!r} in a forward of loops {course.loops}, layers {course.layers}"
+        )
     return place
 
 
-def checked_loops(spec: ModelSpec, loops: range | None, *, rows: int, hidden_MD: Tensor | None) -> range:
-    """Return the loops to run, all by default.
+def checked_course(
+    spec: ModelSpec,
+    batch: RowBatch,
+    *,
+    loops: range | None,
+    layers: range | None,
+    hidden_MD: Tensor | None,
+) -> Course:
+    """Return the loops and layers to run, all by default.
 
-    Raises ``ValueError`` for loops the policy does not have, and when the states to start at are missing,
-    mis-shaped, or given although loop 0 starts at the tokens.
+    Raises ``ValueError`` for those the policy does not have, for some layers of several loops, for head rows
+    without the last layer, and when the states to start at are missing, mis-shaped, or given although the
+    first layer of loop 0 starts at the tokens.
     """
-    if loops is None:
-        loops = range(spec.loops)
-    if loops.step != 1 or not 0 <= loops.start < loops.stop <= spec.loops:
-        raise ValueError(f"loops must be a plain range within {spec.loops}, got {loops}")
-    if (hidden_MD is None) != (loops.start == 0):
+    loops = _plain(loops, spec.loops, "loops")
+    layers = _plain(layers, spec.layers, "layers")
+    course = Course(
+        loops=loops,
+        layers=layers,
+        whole_loops=len(layers) == spec.layers,
+        ends_loops=layers.stop == spec.layers,
+    )
+    if len(loops) > 1 and not course.whole_loops:
+        raise ValueError(f"layers {layers} are some of a loop's {spec.layers}, and loops {loops} are several")
+    if len(batch.head_rows_R) and not course.ends_loops:
         raise ValueError(
-            f"loops {loops} start at {'given states' if loops.start else 'the tokens'}, "
+            f"the head reads what the last of {spec.layers} layers leaves: layers {layers} "
+            f"have no logits for {len(batch.head_rows_R)} head rows"
+        )
+    at_tokens = loops.start == layers.start == 0
+    if (hidden_MD is None) != at_tokens:
+        raise ValueError(
+            f"loops {loops}, layers {layers} start at {'the tokens' if at_tokens else 'given states'}, "
             f"and states were {'not ' if hidden_MD is None else ''}given"
         )
     if hidden_MD is not None:
-        check_states(spec, hidden_MD, rows=rows)
-    return loops
+        check_states(spec, hidden_MD, rows=batch.rows)
+    return course
+
+
+def _plain(wanted: range | None, count: int, name: str) -> range:
+    """Return the wanted ones of ``count``, all by default."""
+    if wanted is None:
+        return range(count)
+    if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= count:
+        raise ValueError(f"{name} must be a plain range within {count}, got {wanted}")
+    return wanted
 
 
 def check_states(spec: ModelSpec, hidden_MD: Tensor, *, rows: int) -> None:

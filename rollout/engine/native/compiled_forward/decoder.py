@@ -26,9 +26,10 @@ from rollout.engine.native.compiled_forward.weights import PANEL, PackedCodes, W
 from rollout.engine.native.decoder import ForwardResult, KVStorage
 from rollout.engine.native.decoder_work import DecoderWork
 from rollout.engine.native.loops import (
+    Course,
     check_kept_states,
     check_states,
-    checked_loops,
+    checked_course,
     checked_standing,
     tap_place,
 )
@@ -195,22 +196,23 @@ class CompiledDecoder:
         *,
         taps: Sequence[str] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
         screened: bool = False,
     ) -> ForwardResult:
-        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows.
+        """Run ``layers`` of ``loops``, write KV on their planes, return logits of the head rows.
 
         ``screened``: the logits of the screen, where there is one, instead of the head's.
         """
-        loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
-        call = self._call(batch, kv, loops)
+        course = checked_course(self.spec, batch, loops=loops, layers=layers, hidden_MD=hidden_MD)
+        call = self._call(batch, kv, course.loops, course.layers)
         if hidden_MD is None:
             call.tokens = batch.token_ids_M.data_ptr()
             out_MD = self._hidden.rows(batch.rows, self.spec.hidden_size)
         else:
             out_MD = _own_copy(hidden_MD)
-        tapped = self._add_taps(call, taps, loops, batch.rows) if taps else {}
+        tapped = self._add_taps(call, taps, course, batch.rows) if taps else {}
         call.heads_only, call.screened = not states, screened and self.screens
         logits_RV = self._run_to_head(call, batch, out_MD)
         wanted_MD = out_MD if states else out_MD[:0]
@@ -315,8 +317,11 @@ class CompiledDecoder:
         call.phase_s = self._phase_address
         return logits_RV
 
-    def _call(self, batch: RowBatch, kv: KVStorage, loops: range) -> abi.CallStruct:
+    def _call(
+        self, batch: RowBatch, kv: KVStorage, loops: range, layers: range | None = None
+    ) -> abi.CallStruct:
         memory = self.memory_of(kv)
+        layers = range(self.spec.layers) if layers is None else layers
         for index in (batch.token_ids_M, batch.positions_M, batch.table_M):
             _check_index(index)
         _check_index(batch.page_table_SP)
@@ -330,6 +335,8 @@ class CompiledDecoder:
             table_pages=table_pages,
             loop_begin=loops.start,
             loop_end=loops.stop,
+            layer_begin=layers.start,
+            layer_end=layers.stop,
             positions=batch.positions_M.data_ptr(),
             table=batch.table_M.data_ptr(),
             page_table=batch.page_table_SP.data_ptr(),
@@ -344,10 +351,10 @@ class CompiledDecoder:
         return kv
 
     def _add_taps(
-        self, call: abi.CallStruct, names: Sequence[str], loops: range, rows: int
+        self, call: abi.CallStruct, names: Sequence[str], course: Course, rows: int
     ) -> dict[str, Tensor]:
-        layers = self.spec.layers
-        places = {name: tap_place(name, loops, layers) for name in names}
+        loops, layers = course.loops, self.spec.layers
+        places = {name: tap_place(name, course) for name in names}
         # A place may have two names, "layer.1" and that layer of the last loop: one buffer.
         taps = {place: torch.empty(rows, self.spec.hidden_size) for place in places.values()}
         call.layer_taps = (ctypes.c_void_p * (len(loops) * layers))()

@@ -75,6 +75,7 @@ class DraftChains:
         self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size, logprobs=False)
         self._call = abi.ChainStruct(port=port)
         self._call.forward.loop_begin, self._call.forward.loop_end = loops.start, loops.stop
+        self._call.forward.layer_end = decoder.spec.layers
 
     def forward_s(self, batch: RowBatch, kv: KVStorage) -> float:
         """Return the seconds of a pass's forward without its choice, as a chain without filters runs it."""

@@ -108,6 +108,7 @@ class CompiledLanes:
         self._call = LanesStruct(
             loops=decoder.spec.loops, depth=depth, phase_s=ctypes.addressof(self._phase_s)
         )
+        self._call.forward.layer_end = decoder.spec.layers
 
     def run(self, chains: Sequence[Chain], states: LaneStates, spent: Spent, *, passes: int) -> None:
         """Run so many passes, but none beyond the first ``loops`` once a chain is over.

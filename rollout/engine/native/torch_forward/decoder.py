@@ -25,10 +25,11 @@ from rollout.engine.native.decoder_work import DecoderWork, WorkCount
 from rollout.engine.native.loops import (
     EMBED,
     FINAL,
+    Course,
     TapPlace,
     check_loop_rows,
     check_states,
-    checked_loops,
+    checked_course,
     tap_place,
 )
 from rollout.engine.native.rows import RowBatch, rows_of
@@ -204,21 +205,19 @@ class TorchDecoder:
         *,
         taps: Sequence[str] = (),
         loops: range | None = None,
+        layers: range | None = None,
         hidden_MD: Tensor | None = None,
         states: bool = True,
     ) -> ForwardResult:
-        """Run ``loops`` (all by default), write KV on their planes, return logits of the head rows."""
-        loops = checked_loops(self.spec, loops, rows=batch.rows, hidden_MD=hidden_MD)
-        self._work.through(loops, batch.rows)
+        """Run ``layers`` of ``loops``, write KV on their planes, return logits of the head rows."""
+        course = checked_course(self.spec, batch, loops=loops, layers=layers, hidden_MD=hidden_MD)
+        if course.ends_loops:
+            self._work.through(course.loops, batch.rows)
         self._work.head_rows += batch.head_rows_R.shape[0]
-        if self._graphs is not None and not taps:
-            storage = _torch_kv(kv)
-            replayed = self._graphs.forward(
-                self._padded_forward, batch, storage, loops=loops, hidden_MD=hidden_MD
-            )
-            if replayed is not None:
-                return replayed if states else replace(replayed, hidden_MD=replayed.hidden_MD[:0])
-        places = {name: tap_place(name, loops, self.spec.layers) for name in taps}
+        replayed = None if taps else self._replayed(batch, kv, course, hidden_MD)
+        if replayed is not None:
+            return replayed if states else replace(replayed, hidden_MD=replayed.hidden_MD[:0])
+        places = {name: tap_place(name, course) for name in taps}
         plan = self._plan(batch)
         seen: dict[TapPlace, Tensor] = {}
 
@@ -228,32 +227,44 @@ class TorchDecoder:
 
         hidden_MD = self.embed(batch.token_ids_M) if hidden_MD is None else hidden_MD.to(self.dtype)
         if not states and not taps and len(batch.head_rows_R) < batch.rows:
-            logits_RV = self._head_logits(hidden_MD, batch, plan, kv, loops)
+            logits_RV = self._head_logits(hidden_MD, batch, plan, kv, course)
             return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD[:0])
         see(EMBED, hidden_MD)
-        for loop in loops:
-            for layer in range(self.spec.layers):
+        for loop in course.loops:
+            for layer in course.layers:
                 hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=layer)
                 see(TapPlace(loop=loop, layer=layer), hidden_MD)
-            hidden_MD = self._close_loop(hidden_MD)
-            see(TapPlace(loop=loop), hidden_MD)
+            if course.ends_loops:
+                hidden_MD = self._close_loop(hidden_MD)
+                see(TapPlace(loop=loop), hidden_MD)
         if FINAL in places.values():
             see(FINAL, self._before_head(hidden_MD))
         logits_RV = self._head(hidden_MD[batch.head_rows_R.long().to(self.device)])
         kept = {name: seen[place] for name, place in places.items()}
         return ForwardResult(logits_RV=logits_RV, hidden_MD=hidden_MD if states else hidden_MD[:0], taps=kept)
 
+    def _replayed(
+        self, batch: RowBatch, kv: KVStorage, course: Course, hidden_MD: Tensor | None
+    ) -> ForwardResult | None:
+        """Return a recorded forward's result, with all states; None for one that is not recorded."""
+        if self._graphs is None or not course.whole_loops:
+            return None
+        storage = _torch_kv(kv)
+        return self._graphs.forward(
+            self._padded_forward, batch, storage, loops=course.loops, hidden_MD=hidden_MD
+        )
+
     def _head_logits(
-        self, hidden_MD: Tensor, batch: RowBatch, plan: AttentionPlan, kv: KVStorage, loops: range
+        self, hidden_MD: Tensor, batch: RowBatch, plan: AttentionPlan, kv: KVStorage, course: Course
     ) -> Tensor:
-        """Run ``loops`` and return the logits (R, vocab); rows without a head end with their last keys.
+        """Run a course and return the logits (R, vocab); rows without a head end with their last keys.
 
         In the last layer nothing is read of them but keys and values, which the layer before decides.
         """
-        for loop in loops[:-1]:
+        for loop in course.loops[:-1]:
             hidden_MD = self._block(hidden_MD, plan, kv, loop=loop)
-        loop, layer = loops[-1], self.spec.layers - 1
-        for before in range(layer):
+        loop, layer = course.loops[-1], course.layers[-1]
+        for before in course.layers[:-1]:
             hidden_MD = self._layer(hidden_MD, plan, kv, loop=loop, layer=before)
         heads_R = batch.head_rows_R.long()
         rest_M = torch.ones(batch.rows, dtype=torch.bool)

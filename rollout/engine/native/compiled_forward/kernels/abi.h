@@ -36,12 +36,13 @@ struct Model {
 struct Call {
   int32_t rows, head_rows, tables, table_pages;
   int32_t loop_begin, loop_end;  // empty: no block
+  int32_t layer_begin, layer_end;  // some of them only in a call of one loop; the loop's norm and head rows need the last
   int32_t screened;              // 1: the logits are the screen's
   int32_t heads_only;            // 1: of rows without a head only keys and values are wanted, no states
   const int32_t* row_loop;       // null, or each row's own loop, in a call of one
   const int32_t* tokens;         // null: `hidden` is the input; with row_loop it is, but for rows of loop 0
   const int32_t *positions, *table, *page_table, *head_index;
-  simd::bf16* kv;
+  simd::bf16* kv;      // the plane of loop 0, layer 0; what stands before it and behind the last one is not touched
   int64_t kv_pages;
   float* hidden;       // (M, hidden), in and out
   float* logits;       // (R, head.n)
@@ -51,6 +52,8 @@ struct Call {
   double* phase_s;  // out: seconds by phases::Phase, or null
 };
 
-enum Status : int32_t { kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked, kBadLoop };
+enum Status : int32_t {
+  kOk = 0, kBadToken, kBadPosition, kBadPage, kBadHeadRow, kNoMemory, kForked, kBadLoop, kBadLayers
+};
 
 }  // namespace forward

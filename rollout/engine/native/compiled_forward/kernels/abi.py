@@ -18,11 +18,12 @@ STATUS = {
     5: "out of memory",
     6: "the process was forked after the decoder was made: its threads stayed behind",
     7: "a loop lies outside those of the policy",
+    8: "layers lie outside those of the policy, are some of several loops, or lack the head's last one",
 }
 """What a status other than 0 means; ``Status`` in ``abi.h``."""
 
 
-CALLER_STATUS = frozenset({1, 2, 3, 4, 7})
+CALLER_STATUS = frozenset({1, 2, 3, 4, 7, 8})
 """Those that a wrong batch causes."""
 
 
@@ -101,6 +102,8 @@ class CallStruct(ctypes.Structure):
         ("table_pages", c_int32),
         ("loop_begin", c_int32),
         ("loop_end", c_int32),
+        ("layer_begin", c_int32),
+        ("layer_end", c_int32),
         ("screened", c_int32),
         ("heads_only", c_int32),
         ("row_loop", c_void_p),

@@ -85,8 +85,9 @@ class Decoder {
       copy_tap(call, me, call.embed_tap);
       const int whole_loops = ends_early(call) ? call.loop_end - 1 : call.loop_end;
       for (int loop = call.loop_begin; loop < whole_loops; ++loop) {
-        for (int layer = 0; layer < model_.layers; ++layer) block(call, me, attention_, heads_, loop, layer);
-        close_loop(call, me, loop);
+        for (int layer = call.layer_begin; layer < call.layer_end; ++layer)
+          block(call, me, attention_, heads_, loop, layer);
+        if (ends_loops(call)) close_loop(call, me, loop);
       }
       if (ends_early(call)) return end_early(call, me);
       finish(call, me);
@@ -135,6 +136,7 @@ class Decoder {
     for (int r = 0; r < call.head_rows; ++r)
       if (call.head_index[r] < 0 || call.head_index[r] >= call.rows) return kBadHeadRow;
     if (call.loop_begin >= call.loop_end) return kOk;
+    if (!layers_fit(call)) return kBadLayers;
     for (int m = 0; m < call.rows; ++m) {
       const int position = call.positions[m];
       if (position < 0 || position >= model_.max_positions) return kBadPosition;
@@ -147,6 +149,15 @@ class Decoder {
     }
     return kOk;
   }
+
+  bool layers_fit(const Call& call) const {
+    if (call.layer_begin < 0 || call.layer_begin >= call.layer_end || call.layer_end > model_.layers) return false;
+    const bool some = call.layer_end - call.layer_begin < model_.layers;
+    return !(some && call.loop_end - call.loop_begin > 1) && (ends_loops(call) || call.head_rows == 0);
+  }
+
+  // Whether a loop's last layer is run: else rows end with the residual stream, which a call of later layers takes on.
+  bool ends_loops(const Call& call) const { return call.layer_end == model_.layers; }
 
   // Whether rows without a head are of no use once their last keys are written.
   static bool ends_early(const Call& call) {
@@ -251,8 +262,8 @@ class Decoder {
 
   // The last loop and the head, where rows without a head end with their last keys and values.
   void end_early(const Call& call, const Member& me) {
-    const int loop = call.loop_end - 1, layer = model_.layers - 1;
-    for (int before = 0; before < layer; ++before) block(call, me, attention_, heads_, loop, before);
+    const int loop = call.loop_end - 1, layer = call.layer_end - 1;
+    for (int before = call.layer_begin; before < layer; ++before) block(call, me, attention_, heads_, loop, before);
     const Layer& w = layers_[layer];
     Prepared& own = prepared(me, call.rows);
     norm(call, me, w.input_norm, w.qkv, own);
