@@ -136,8 +136,9 @@ class ServiceConfig:
     """A host whose round, or command between two, runs longer than this counts as dead."""
 
     health_every_s: float = 1.0
-    flush_s: float = 0.02
-    """A host gathers tokens for so long before it sends them: one message costs half a millisecond."""
+    flush_s: float = 0.1
+    """A host tells new tokens once in so long; the first after a pause, and endings, at once. A message costs
+    two processes some milliseconds, which small policies feel in their rounds. 0: after every round."""
 
     generate_slots: int = 1024
     """``generate`` calls in progress at once; further ones wait. Control calls have their own."""

@@ -10,8 +10,10 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -172,17 +174,25 @@ class PolicyHost:
 class Outbox:
     """Events on their way from the loop's thread to one reader's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._pending: list[HostEvents] = []
+        self._urgent = False
+        """Whether something of that must not wait."""
+
         self._closed = False
+        self._taken_s = float("-inf")
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, events: HostEvents) -> None:
         """Add events. From the loop's thread."""
         with self._lock:
+            first = not self._pending
             self._pending.append(events)
-        self._wake()
+            self._urgent = urgent = self._urgent or bool(events.completions or events.crashed)
+        if first or urgent:  # else whoever reads knows already, and its waking would be taken from the rounds
+            self._wake()
 
     def close(self) -> None:
         """No more will come."""
@@ -191,23 +201,25 @@ class Outbox:
         self._wake()
 
     async def take(self, flush_s: float) -> HostEvents | None:
-        """Wait for events, gather for ``flush_s`` more, and return all as one; None when closed and empty."""
+        """Wait for events and return all as one; None when closed and empty.
+
+        Tokens are told once in ``flush_s``, the first after a pause at once, and endings always.
+        """
         while True:
             with self._lock:
-                has, closed = bool(self._pending), self._closed
+                left_s = self._taken_s + flush_s - self._clock()
+                if self._pending and (self._urgent or self._closed or left_s <= 0):
+                    taken, self._pending, self._urgent = self._pending, [], False
+                    self._taken_s = self._clock()
+                    return merge(taken)
+                if self._closed:
+                    return None
                 if self._reader is None or self._reader[0] is not asyncio.get_running_loop():
                     self._reader = (asyncio.get_running_loop(), asyncio.Event())
-                event = self._reader[1]
+                event, wait_s = self._reader[1], left_s if self._pending else None
                 event.clear()
-            if has:
-                break
-            if closed:
-                return None
-            await event.wait()
-        await asyncio.sleep(flush_s)
-        with self._lock:
-            taken, self._pending = self._pending, []
-        return merge(taken)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), wait_s)
 
     def _wake(self) -> None:
         with self._lock:
