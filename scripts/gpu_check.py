@@ -3,34 +3,42 @@
     python scripts/gpu_check.py --out gpu_check.json
 
 Correctness is compared with the CPU on tiny policies; costs are those of a random Llama of 1.2 billion
-parameters, so nothing is said of speed-ups. Exit code: 0 when every check that ran passed, 1 when one failed,
-2 when the device is not here. ``--device cpu --tiny`` runs the same code in seconds, which tests this script
-and nothing else.
+parameters, so nothing is said of speed-ups. Exit code: 0 when every check that ran passed, 1 when one failed
+or raised, 2 when the device is not here. ``--device cpu --tiny`` runs the same code in seconds, which tests
+this script and nothing else.
+
+The JSON is written whole before and after every part. Where the process ended within one, that part is the
+one ``begun``, and ``exit_code`` is null.
 """
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
-import traceback
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from drafters.types import DraftError
 from rollout.bench.device_costs import CostGrid, arms_of, measure, quantized, random_decoder
 from rollout.bench.machine import commit, machine, versions
+from rollout.errors import ConfigError
+from rollout.output_files import writable, write_whole
 from rollout.policy.spec import ModelSpec
-from rollout.proof.device import CHECKS, DeviceFinding, not_run
+from rollout.proof.device import CHECKS, DeviceFinding, failed, kernel_state, not_run
 from rollout.proof.device_paths import PATH_CHECKS, recorder_on
 
-SCHEMA = 2
+SCHEMA = 3
 ALL_CHECKS = {**CHECKS, **PATH_CHECKS}
-COSTS_UNTIL_S = 240.0
-"""No further cost is measured after so long: what remains of five minutes is for the last one and writing."""
+LIMIT_S = 300.0
+"""The process ends after so long, whatever hangs."""
+
+BEGIN_UNTIL_S = 240.0
+"""No part is begun and no further cost measured after so long: what remains is for the last one."""
 
 LLAMA = ModelSpec(
     family="llama",
@@ -71,18 +79,60 @@ NEVER_RUN = {
 """What a reader may look for and the engine does not have."""
 
 
-def correctness(device: str) -> dict[str, DeviceFinding]:
-    """Make every check; one that raises has failed, and says how."""
-    findings: dict[str, DeviceFinding] = {}
-    for name, check in ALL_CHECKS.items():
-        try:
-            findings[name] = check(device)
-        except Exception:  # noqa: BLE001 - one broken part must not hide what the others find
-            findings[name] = DeviceFinding(
-                state="ran", passed=False, facts={"error": traceback.format_exc(limit=-4)}
-            )
-        say(name, findings[name])
-    return findings
+Part = Callable[[], DeviceFinding]
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What has been found so far, and the file that holds it."""
+
+    out: Path
+    device: str
+    hardware: str | None
+    findings: dict[str, DeviceFinding]
+    """Of every part, whether it has begun or not."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    origin: Mapping[str, Any] = field(
+        default_factory=lambda: {"machine": machine(), "versions": versions(), "commit": commit()}
+    )
+
+    def write(self, exit_code: int | None = None) -> None:
+        """Replace the file. The exit code is None as long as parts are to come."""
+        record = {
+            "schema": SCHEMA,
+            "device": self.device,
+            "hardware": self.hardware,
+            "exit_code": exit_code,
+            "parts": {name: asdict(finding) for name, finding in self.findings.items()}
+            | {name: asdict(not_run(why)) for name, why in NEVER_RUN.items()},
+            **self.origin,
+            "elapsed_s": time.monotonic() - self.started_s,
+        }
+        # A fact that JSON does not know is told in words: it must not cost the others.
+        write_whole(self.out, json.dumps(record, indent=1, default=str) + "\n")
+
+
+def examine(parts: Mapping[str, Part], record: Record, *, until_s: float) -> int:
+    """Run the parts that begin before ``until_s`` of the monotonic clock and return the exit code.
+
+    A part that raises has failed, and says how. The record is written before and after each.
+    """
+    for name, part in parts.items():
+        if time.monotonic() < until_s:
+            record.findings[name] = DeviceFinding(state="begun")
+            record.write()
+            try:
+                record.findings[name] = part()
+            except Exception as error:  # noqa: BLE001 - one broken part must not hide what the others find
+                record.findings[name] = failed(error)
+        else:
+            record.findings[name] = not_run("out of time")
+        record.write()
+        say(name, record.findings[name])
+    code = verdict_of(record.findings)
+    record.write(code)
+    return code
 
 
 def costs(device: str, *, tiny: bool, until_s: float) -> DeviceFinding:
@@ -94,19 +144,21 @@ def costs(device: str, *, tiny: bool, until_s: float) -> DeviceFinding:
     drafter, draft_state = None, "ran"
     try:
         drafter = quantized(decoder, group=GROUP)
-    except (DraftError, RuntimeError) as error:
-        draft_state = f"not run: {error}"
+    except Exception as error:  # noqa: BLE001 - plain forwards have costs without drafts
+        draft_state = kernel_state(error)
     recorder = recorder_on(device)
-    points, left_out = measure(arms_of(decoder, drafter, recorder), grid, until_s=until_s)
+    table = measure(arms_of(decoder, drafter, recorder), grid, until_s=until_s)
     return DeviceFinding(
         state="ran",
+        passed=False if table.failed or draft_state.startswith("failed") else None,
         facts={
             "parameters": spec.body_linear_params + spec.head_params,
             "dtype": "bfloat16",
             "draft": draft_state,
             "recorder": recorder.description,
-            "points": [asdict(point) for point in points],
-            "not_run": left_out,
+            "points": [asdict(point) for point in table.points],
+            "not_run": table.not_run,
+            "failed": table.failed,
         },
     )
 
@@ -125,6 +177,21 @@ def verdict_of(findings: Mapping[str, DeviceFinding]) -> int:
     return 0 if True in verdicts else 2
 
 
+def missing(device: str) -> str | None:
+    """Return why a device is not here; None where it is."""
+    if not device.startswith("cuda"):
+        return None
+    if not torch.cuda.is_available():
+        return "this torch sees no CUDA device"
+    count = torch.cuda.device_count()
+    return None if (torch.device(device).index or 0) < count else f"of {count} CUDA devices none is {device}"
+
+
+def hardware_of(device: str) -> str:
+    """Return the name of a device that is here."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
 def main(argv: list[str] | None = None) -> int:
     """Make the checks, write the JSON, return the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -132,38 +199,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny policy for the costs as well")
     options = parser.parse_args(argv)
-    started_s = time.monotonic()
+    try:
+        out = writable(options.out, "--out")
+    except ConfigError as error:
+        parser.error(str(error))
+    until_s = time.monotonic() + BEGIN_UNTIL_S
     device = str(options.device)
-    hardware: str | None = None
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        findings = dict.fromkeys((*ALL_CHECKS, "costs"), not_run("this torch sees no CUDA device"))
-        for name, finding in findings.items():
-            say(name, finding)
-    else:
-        hardware = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
-        findings = correctness(device)
-        try:
-            findings["costs"] = costs(device, tiny=options.tiny, until_s=started_s + COSTS_UNTIL_S)
-        except RuntimeError as error:  # out of memory among them: correctness still counts
-            findings["costs"] = not_run(str(error))
-        say("costs", findings["costs"])
-    code = verdict_of(findings)
-    record: dict[str, Any] = {
-        "schema": SCHEMA,
-        "device": device,
-        "hardware": hardware,
-        "exit_code": code,
-        "parts": {name: asdict(finding) for name, finding in findings.items()}
-        | {name: asdict(not_run(why)) for name, why in NEVER_RUN.items()},
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "elapsed_s": time.monotonic() - started_s,
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {options.out} ({record['elapsed_s']:.0f} s)")
+    absent = missing(device)
+    parts: dict[str, Part] = {name: partial(check, device) for name, check in ALL_CHECKS.items()}
+    parts["costs"] = partial(costs, device, tiny=options.tiny, until_s=until_s)
+    if absent is not None:
+        parts = dict.fromkeys(parts, partial(not_run, absent))
+    record = Record(
+        out=out,
+        device=device,
+        hardware=hardware_of(device) if absent is None else None,
+        findings=dict.fromkeys(parts, not_run("the process ended before")),
+    )
+    code = examine(parts, record, until_s=until_s)
+    print(f"written: {out} ({time.monotonic() - record.started_s:.0f} s)")
     return code
 
 
 if __name__ == "__main__":
+    # A kernel that hangs cannot be asked to stop. What was found until then is in the file.
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     sys.exit(main())

@@ -6,7 +6,7 @@ On random weights nothing can be said of speed-ups: acceptance would be made up.
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -88,8 +88,8 @@ def random_decoder(spec: ModelSpec, *, device: str, dtype: torch.dtype, position
 
 
 def quantized(decoder: TorchDecoder, *, group: int) -> TorchDecoder:
-    """Return the decoder on torch's int4 operators, head in 8 bits. Raises ``DraftError`` or ``RuntimeError``
-    where the device has none."""
+    """Return the decoder on torch's int4 operators, head in 8 bits. Raises ``DraftError`` or what an operator
+    raises, ``NotImplementedError`` where the device has none."""
     linears = {}
     for weight in decoder.linears():
         bits: Bits = 8 if weight.name == "head" else 4
@@ -120,19 +120,32 @@ def arms_of(decoder: TorchDecoder, drafter: TorchDecoder | None, recorder: Recor
     )
 
 
-def measure(arms: Arms, grid: CostGrid, *, until_s: float) -> tuple[list[CostPoint], list[str]]:
-    """Return the points measured before ``until_s`` of the monotonic clock, and which were not."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostTable:
+    """What was measured, and what was not, by name."""
+
+    points: list[CostPoint] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """With the error each raised."""
+
+
+def measure(arms: Arms, grid: CostGrid, *, until_s: float) -> CostTable:
+    """Return the points of a grid, measured as long as the monotonic clock is before ``until_s``."""
     most = max(grid.batches) * pages_for(max(grid.contexts) + max(grid.gammas) + 1)
     clock = _ForwardClock(storage=arms.plain.new_storage(most), pool=PagePool(most))
-    points: list[CostPoint] = []
-    left_out: list[str] = []
+    table = CostTable()
     for context in grid.contexts:
         for batch in grid.batches:
+            name = f"batch {batch}, context {context}"
             if time.monotonic() >= until_s:
-                left_out.append(f"batch {batch}, context {context}: out of time")
-            else:
-                points.append(_point(arms, clock, batch, context, grid.gammas))
-    return points, left_out
+                table.not_run.append(f"{name}: out of time")
+                continue
+            try:
+                table.points.append(_point(arms, clock, batch, context, grid.gammas))
+            except Exception as error:  # noqa: BLE001 - memory that ends here was enough for other points
+                table.failed.append(f"{name}: {type(error).__name__}: {error}")
+    return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

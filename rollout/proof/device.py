@@ -3,6 +3,7 @@
 The reference is the torch decoder in float64 on the CPU, one row at a time. Nothing here is about speed.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,7 @@ class DeviceFinding:
     """What one check found."""
 
     state: str
-    """``ran``, or ``not run: `` and why."""
+    """``ran``; ``failed: `` and the error it raised; ``not run: `` and why; ``begun`` until it has ended."""
 
     passed: bool | None = None
     """None when it did not run, or only reports."""
@@ -53,6 +54,27 @@ class DeviceFinding:
 def not_run(why: str) -> DeviceFinding:
     """Return the finding of a check that could not be made."""
     return DeviceFinding(state=f"not run: {why}")
+
+
+def failed(error: Exception) -> DeviceFinding:
+    """Return the finding of a check that raised, and where it did."""
+    where = traceback.format_exception(error, limit=-4)
+    return DeviceFinding(state=f"failed: {told(error)}", passed=False, facts={"traceback": "".join(where)})
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def kernel_state(error: Exception) -> str:
+    """Return what a kernel's error comes to: ``not run: `` where its library or operator is not here.
+
+    Else ``failed: ``: what is checked are shapes it takes, so that a refusal is a fault.
+    """
+    cause = error.__cause__ if isinstance(error, DraftError) else error
+    absent = isinstance(cause, ImportError | OSError | NotImplementedError)
+    return f"{'not run' if absent else 'failed'}: {told(error)}"
 
 
 def ran(passed: bool | None, **facts: Any) -> DeviceFinding:
@@ -190,8 +212,10 @@ def check_int4(device: str) -> DeviceFinding:
         expected = build_linear("torch", weight, bits=bits, group=64).apply(x_RK.float())
         try:
             found = build_linear(kernel, weight, bits=bits, group=64).apply(x_RK).float()
-        except (DraftError, RuntimeError) as error:
-            facts[name] = f"not run: {error}"
+        except Exception as error:  # noqa: BLE001 - a broken kernel must not hide what others compute
+            facts[name] = kernel_state(error)
+            if facts[name].startswith("failed"):
+                passed.append(False)
             continue
         apart = float((found - expected).abs().max() / expected.abs().max())
         facts[name] = {"largest_relative_difference": apart}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from drafters.config import DrafterConfig
-from rollout.bench.device_costs import CostGrid, break_even_acceptance
+from drafters.types import DraftError
+from rollout.bench.device_costs import CostGrid, arms_of, break_even_acceptance, measure, random_decoder
 from rollout.config import EngineConfig, PolicyConfig
 from rollout.engine.native.build import build_engine
 from rollout.engine.native.torch_forward.attention import TorchKV
@@ -25,6 +27,7 @@ from rollout.proof.device import (
     check_int4,
     check_noise,
     decoder_on,
+    kernel_state,
     not_run,
 )
 from rollout.proof.device_paths import PATH_CHECKS, check_flash_attention, leaves_others_untouched
@@ -90,6 +93,95 @@ def test_one_failed_check_is_the_verdict_and_none_made_is_no_verdict(gpu_check: 
     assert gpu_check.verdict_of({"a": passed, "b": reported, "c": not_run("no")}) == 0
     assert gpu_check.verdict_of({"a": passed, "b": failed}) == 1
     assert gpu_check.verdict_of({"a": reported, "b": not_run("no")}) == 2
+
+
+def _record_at(module: ModuleType, out: Path, *names: str) -> Any:
+    findings = dict.fromkeys(names, not_run("the process ended before"))
+    return module.Record(out=out, device="cpu", hardware="cpu", findings=findings)
+
+
+def test_a_part_that_raises_has_failed_and_takes_nothing_with_it(
+    gpu_check: ModuleType, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    seen: list[Mapping[str, Any]] = []
+
+    def looked() -> DeviceFinding:
+        seen.append(json.loads(out.read_text()))
+        return DeviceFinding(state="ran", passed=True, facts={"on": torch.device("cpu")})
+
+    def broken() -> DeviceFinding:
+        raise AssertionError("no kernel image")
+
+    record = _record_at(gpu_check, out, "first", "broken", "last")
+    parts = {"first": looked, "broken": broken, "last": looked}
+    assert gpu_check.examine(parts, record, until_s=math.inf) == 1
+    first, last = seen
+    # Whoever is killed within a part leaves a file that names it and holds what was found before.
+    assert [first["parts"][name]["state"] for name in parts] == [
+        "begun",
+        *2 * ["not run: the process ended before"],
+    ]
+    assert [last["parts"][name]["state"] for name in parts] == [
+        "ran",
+        "failed: AssertionError: no kernel image",
+        "begun",
+    ]
+    assert first["exit_code"] is last["exit_code"] is None
+    whole = json.loads(out.read_text())
+    assert whole["exit_code"] == 1
+    assert [whole["parts"][name]["passed"] for name in parts] == [True, False, True]
+    assert whole["parts"]["first"]["facts"] == {"on": "cpu"}
+    assert "in broken" in whole["parts"]["broken"]["facts"]["traceback"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_no_part_begins_once_the_time_is_over(gpu_check: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    record = _record_at(gpu_check, out, "late")
+    assert gpu_check.examine({"late": lambda: pytest.fail("begun")}, record, until_s=-math.inf) == 2
+    assert json.loads(out.read_text())["parts"]["late"]["state"] == "not run: out of time"
+
+
+def test_a_drafter_that_breaks_fails_the_costs_and_plain_ones_are_told(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gpu_check, "quantized", breaks)
+    finding = gpu_check.costs("cpu", tiny=True, until_s=math.inf)
+    assert (finding.state, finding.passed) == ("ran", False)
+    assert finding.facts["draft"] == "failed: RuntimeError: no kernel image"
+    assert [point["draft_ms"] for point in finding.facts["points"]] == [None, None]
+    assert finding.facts["failed"] == []
+
+
+def test_a_cost_that_cannot_be_measured_leaves_the_others(gpu_check: ModuleType) -> None:
+    decoder = random_decoder(gpu_check.TINY, device="cpu", dtype=torch.float32, positions=40)
+    grid = CostGrid(batches=(1,), contexts=(64, 16), gammas=(1,))
+    table = measure(arms_of(decoder, None, None), grid, until_s=math.inf)
+    assert [point.context_tokens for point in table.points] == [16]
+    assert [name.split(":")[0] for name in table.failed] == ["batch 1, context 64"]
+    late = measure(arms_of(decoder, None, None), grid, until_s=-math.inf)
+    assert late.not_run == [f"batch 1, context {context}: out of time" for context in (64, 16)]
+    assert late.points == late.failed == []
+
+
+def test_only_a_kernel_that_is_not_there_is_not_run() -> None:
+    def refused(cause: Exception) -> DraftError:
+        error = DraftError("build refused")
+        error.__cause__ = cause
+        return error
+
+    not_here = (NotImplementedError("no operator"), refused(ImportError("no library")))
+    assert all(kernel_state(error).startswith("not run: ") for error in not_here)
+    broken = (
+        RuntimeError("no kernel image"),
+        refused(RuntimeError("no kernel image")),
+        DraftError("a shape"),
+    )
+    assert all(kernel_state(error).startswith("failed: ") for error in broken)
 
 
 def test_a_forward_that_writes_beside_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
