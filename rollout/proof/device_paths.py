@@ -23,6 +23,7 @@ from rollout.proof.device import (
     VOCAB,
     DeviceFinding,
     decoder_on,
+    largest,
     not_run,
     oracle_drafter,
     ran,
@@ -51,9 +52,11 @@ def check_flash_attention(device: str) -> DeviceFinding:
         plain = decoder_on(policy, device, torch.bfloat16)
         recorders = {"ragged": None, "buckets": EagerRecorder(), "recorded": recorder_on(device)}
         for name, recorder in recorders.items():
-            worst[name] = max(worst[name], _apart(plain.with_fast_paths(flash, recorder), expected))
+            worst[name] = largest([worst[name], _apart(plain.with_fast_paths(flash, recorder), expected)])
     most = LOGIT_TOLERANCE[torch.bfloat16]
-    return ran(max(worst.values()) <= most, kernels=flash.description, families=list(FAMILIES), worst=worst)
+    return ran(
+        largest(worst.values()) <= most, kernels=flash.description, families=list(FAMILIES), worst=worst
+    )
 
 
 def check_recorded_forwards(device: str) -> DeviceFinding:
@@ -71,7 +74,7 @@ def check_recorded_forwards(device: str) -> DeviceFinding:
                 for recorder in (recorder_on(device), EagerRecorder())
             )
             found = self_check_logits(recorded)
-            worst[dtype] = max(worst[dtype], float((found - expected).abs().max()))
+            worst[dtype] = largest([worst[dtype], float((found - expected).abs().max())])
             bits_equal[f"{family} {dtype}"] = torch.equal(found, self_check_logits(buckets))
             untouched = untouched and leaves_others_untouched(recorded)
     close = all(worst[dtype] <= most for dtype, most in LOGIT_TOLERANCE.items())

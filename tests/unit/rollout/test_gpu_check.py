@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,18 +20,25 @@ from rollout.engine.native.torch_forward.attention import TorchKV
 from rollout.engine.native.torch_forward.decoder import TorchDecoder
 from rollout.engine.native.torch_forward.forward_graphs import EagerRecorder
 from rollout.errors import ConfigError
+from rollout.proof import device, device_paths
 from rollout.proof.device import (
     CHECKS,
     DeviceFinding,
     check_chooser,
     check_int4,
+    check_logits,
     check_noise,
     decoder_on,
     kernel_state,
     not_run,
 )
-from rollout.proof.device_paths import PATH_CHECKS, check_flash_attention, leaves_others_untouched
-from rollout.testing import save_tiny_folder, tiny_policy
+from rollout.proof.device_paths import (
+    PATH_CHECKS,
+    check_flash_attention,
+    check_recorded_forwards,
+    leaves_others_untouched,
+)
+from rollout.testing import TinyPolicy, save_tiny_folder, tiny_policy
 
 no_cuda_here = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -190,6 +197,24 @@ def test_a_forward_that_writes_beside_its_rows_is_found(monkeypatch: pytest.Monk
     assert leaves_others_untouched(recorded)
     monkeypatch.setattr(TorchKV, "spare_page", 2)
     assert not leaves_others_untouched(recorded)
+
+
+@pytest.mark.parametrize(("of", "check"), [(device, check_logits), (device_paths, check_recorded_forwards)])
+def test_logits_that_are_no_numbers_do_not_pass(
+    monkeypatch: pytest.MonkeyPatch, of: ModuleType, check: Callable[[str], DeviceFinding]
+) -> None:
+    def broken_on(
+        policy: TinyPolicy, device: str, dtype: torch.dtype, *, exact: bool = False
+    ) -> TorchDecoder:
+        decoder = decoder_on(policy, device, dtype, exact=exact)
+        if not exact:
+            next(iter(decoder.weights.norms.values())).fill_(math.nan)
+        return decoder
+
+    monkeypatch.setattr(of, "decoder_on", broken_on)
+    finding = check("cpu")
+    assert finding.passed is False
+    assert all(math.isnan(apart) for apart in finding.facts["worst"].values())
 
 
 def test_flash_attn_that_is_not_there_is_not_run() -> None:
