@@ -20,6 +20,26 @@ TINY = 1e-30
 LARGEST = 1e38
 """Weights beyond this are refused: the range of a group would overflow float32."""
 
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The 4-bit normal floats of QLoRA: what codes 0..15 stand for, as shares of a group's largest weight."""
+
 CODES_4 = 15.0
 CODES_8 = 127.0
 
@@ -153,3 +173,18 @@ def round_to_int8_rows(weight_NK: Tensor, *, name: str = "weight") -> Int8Roundi
     inverse_N = torch.where(usable_N, codes_N / top_N, torch.zeros_like(top_N))
     codes_NK = (weight_NK * inverse_N[:, None]).clamp(-CODES_8, CODES_8).round()
     return Int8Rounding(codes_NK=codes_NK.to(torch.int8), scale_N=top_N / codes_N)
+
+
+def round_to_nf4(weight_NK: Tensor, group: int, *, name: str = "weight") -> Tensor:
+    """Return the weight in 4-bit normal floats multiplied out, float32 (N, K); K is a multiple of ``group``.
+
+    Weights go to the nearest level. Raises ``DraftError``.
+    """
+    require_usable(weight_NK, name=name)
+    grouped_NGH = weight_NK.detach().float().reshape(len(weight_NK), -1, group)
+    top_NG1 = grouped_NGH.abs().amax(-1, keepdim=True)
+    levels = torch.tensor(NF4_LEVELS, device=weight_NK.device)
+    shares_NGH = grouped_NGH / torch.where(top_NG1 > 0, top_NG1, torch.ones_like(top_NG1))
+    codes_NGH = torch.bucketize(shares_NGH, (levels[1:] + levels[:-1]) / 2)
+    rounded_NGH: Tensor = levels[codes_NGH] * top_NG1
+    return rounded_NGH.view(weight_NK.shape)

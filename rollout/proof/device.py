@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drafters.config import DrafterConfig
 from drafters.int4.linears import Bits, Kernel, build_linear
+from drafters.int4.rounding import round_to_int4, round_to_int8_rows, round_to_nf4
 from drafters.types import DraftError
 from drafters.w4 import W4Drafter
 from rollout.engine import noise
@@ -33,6 +34,8 @@ LOGIT_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-4, torch.bfloa
 INT4_TOLERANCE = 0.02
 """Relative to the largest output: operators compute in bfloat16 or round activations to 8 bits, the oracle
 computes in float32."""
+
+INT4_GROUP = 64
 
 NOISE_TOLERANCE = 1e-12
 LOGPROB_TOLERANCE = 1e-9
@@ -201,30 +204,37 @@ def oracle_drafter() -> W4Drafter:
 
 
 def check_int4(device: str) -> DeviceFinding:
-    """torch's int4 and int8 operators, and its integer product, against the rounded weight multiplied out."""
+    """Foreign kernels of quantized linears against the rounded weight multiplied out, at one row and at five.
+
+    torch's int4 and int8 operators, its integer product, and bitsandbytes' normal floats, which has another
+    kernel for one row on CUDA.
+    """
     facts: dict[str, Any] = {}
     passed: list[bool] = []
     generator = torch.Generator().manual_seed(0)
-    rows_NK = (torch.randn(128, 256, generator=generator) * 0.1).bfloat16().to(device)
-    x_RK = torch.randn(5, 256, generator=generator).bfloat16().to(device)
-    weight = TorchLinear(name="checked", out_features=128, in_features=256, weight_NK=rows_NK)
-    kinds: tuple[tuple[str, Kernel, Bits], ...] = (
-        ("int4", "aten", 4),
-        ("int8", "aten", 8),
-        ("dynamic_int8", "int8", 8),
+    rows_NK = (torch.randn(128, 256, generator=generator) * 0.1).bfloat16()
+    x_RK = torch.randn(5, 256, generator=generator).bfloat16()
+    weight = TorchLinear(name="checked", out_features=128, in_features=256, weight_NK=rows_NK.to(device))
+    int8_NK = round_to_int8_rows(rows_NK).dequantize()
+    kinds: tuple[tuple[str, Kernel, Bits, Tensor], ...] = (
+        ("int4", "aten", 4, round_to_int4(rows_NK, INT4_GROUP).dequantize()),
+        ("int8", "aten", 8, int8_NK),
+        ("dynamic_int8", "int8", 8, int8_NK),
+        ("nf4", "nf4", 4, round_to_nf4(rows_NK, INT4_GROUP)),
     )
-    for name, kernel, bits in kinds:
-        expected = build_linear("torch", weight, bits=bits, group=64).apply(x_RK.float())
+    for name, kernel, bits, rounded_NK in kinds:
+        expected_RN = x_RK.float() @ rounded_NK.T
         try:
-            found = build_linear(kernel, weight, bits=bits, group=64).apply(x_RK).float()
+            linear = build_linear(kernel, weight, bits=bits, group=INT4_GROUP)
+            found = [linear.apply(x.to(device)).float().cpu() for x in (x_RK[:1], x_RK)]
         except Exception as error:  # noqa: BLE001 - a broken kernel must not hide what others compute
             facts[name] = kernel_state(error)
             if facts[name].startswith("failed"):
                 passed.append(False)
             continue
-        apart = float((found - expected).abs().max() / expected.abs().max())
-        facts[name] = {"largest_relative_difference": apart}
-        passed.append(apart <= INT4_TOLERANCE)
+        apart = largest(float((y - expected_RN[: len(y)]).abs().max()) for y in found)
+        facts[name] = {"largest_relative_difference": apart / float(expected_RN.abs().max())}
+        passed.append(facts[name]["largest_relative_difference"] <= INT4_TOLERANCE)
     if not passed:
         return not_run("; ".join(f"{name}: {why}" for name, why in facts.items()))
     return ran(all(passed), **facts)

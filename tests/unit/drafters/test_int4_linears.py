@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.int4.aten import AtenInt4Linear, AtenInt8Linear
 from drafters.int4.linears import KERNELS, Kernel, build_linear
 from drafters.int4.packed import PackedInt4Linear, PackedInt8Linear, blocks_of, panels_of
-from drafters.int4.rounding import round_to_int4, round_to_int8_rows
+from drafters.int4.rounding import NF4_LEVELS, round_to_int4, round_to_int8_rows, round_to_nf4
 from drafters.types import DraftError
 
 SHAPES = [(1, 1), (3, 5), (63, 1), (65, 1), (4095, 1), (31, 33), (16, 64), (40, 96)]
@@ -143,6 +143,24 @@ def test_an_int8_round_trip_moves_no_element_by_more_than_half_a_code(n: int, k:
     rounded = round_to_int8_rows(rows_NK)
     error_NK = (rounded.dequantize() - rows_NK.float()).abs()
     assert bool((error_NK <= rounded.scale_N[:, None] * 0.5001).all())
+
+
+def test_weights_go_to_the_nearest_normal_float_of_their_group() -> None:
+    rows_NK = weight(40, 96).rows_NK
+    rows_NK[3, :32] = 0
+    rounded_NK = round_to_nf4(rows_NK, 32)
+    top_NG = rows_NK.float().view(40, 3, 32).abs().amax(-1)
+    stands_for = top_NG.repeat_interleave(32, 1)[..., None] * torch.tensor(NF4_LEVELS)
+    nearest_NK = (stands_for - rows_NK.float()[..., None]).abs().amin(-1)
+    assert torch.allclose((rounded_NK - rows_NK.float()).abs(), nearest_NK, rtol=0, atol=1e-8)
+    assert not rounded_NK[3, :32].any()
+
+
+def test_bitsandbytes_multiplies_by_the_same_normal_floats() -> None:
+    pytest.importorskip("bitsandbytes")
+    source = weight(48, 96, dtype=torch.float32)
+    own_KN = build_linear("nf4", source, bits=4, group=32).apply(torch.eye(96))
+    assert torch.allclose(own_KN.T, round_to_nf4(source.rows_NK, 32), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

@@ -228,7 +228,11 @@ def test_the_checks_pass_where_device_and_reference_are_one() -> None:
     found = check_int4("cpu")
     assert found.passed is True, found
     # It is compared with something else: rounding to 4 bits would not agree to the last bit.
-    assert set(found.facts) == {"int4", "int8", "dynamic_int8"}
+    assert set(found.facts) == {"int4", "int8", "dynamic_int8", "nf4"}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        assert found.facts["nf4"].startswith("not run: DraftError: build refused: checked needs bitsandbytes")
+    else:
+        assert found.facts["nf4"]["largest_relative_difference"] > 0
     assert found.facts["int4"]["largest_relative_difference"] > 0
 
 
