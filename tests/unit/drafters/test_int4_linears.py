@@ -17,6 +17,9 @@ from drafters.types import DraftError
 
 SHAPES = [(1, 1), (3, 5), (63, 1), (65, 1), (4095, 1), (31, 33), (16, 64), (40, 96)]
 GENERIC = ("TAILDRAFT_GENERIC",)
+AVX2 = ("TAILDRAFT_AVX2",)
+"""What the machine's own build is, unless it has AVX-512."""
+
 BF16_STEP = 2.0**-8
 """Relative width of a bfloat16 step; rounding moves a value by at most half of it."""
 
@@ -93,7 +96,7 @@ def activation_bound(x_RK: Tensor, weight_NK: Tensor) -> Tensor:
     return (half_code + x_RK.abs() * 1e-5) @ weight_NK.abs().T + 1e-6
 
 
-@pytest.mark.parametrize("defines", [(), GENERIC])
+@pytest.mark.parametrize("defines", [(), AVX2, GENERIC])
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 96])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -108,7 +111,7 @@ def test_compiled_int4_codes_and_factors_equal_the_oracles(
     assert torch.equal(minimum, per_block(oracle.minimum_NG, group=group, in_features=k))
 
 
-@pytest.mark.parametrize("defines", [(), GENERIC])
+@pytest.mark.parametrize("defines", [(), AVX2, GENERIC])
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_compiled_int8_codes_and_scales_equal_the_oracles(
@@ -184,13 +187,15 @@ def test_compiled_outputs_stay_within_the_activation_error_of_the_oracle(n: int,
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_plain_cpp_and_vector_code_give_the_same_bits(n: int, k: int) -> None:
+def test_plain_cpp_and_vector_codes_give_the_same_bits(n: int, k: int) -> None:
     source, x_RK = weight(n, k), inputs(7, k)
     x_RK[3] *= 1e20
     x_RK[4] *= 1e-36
     x_RK[5] = 0
     for make in (packed4, packed8):
-        assert torch.equal(make(source).apply(x_RK), make(source, defines=GENERIC).apply(x_RK))
+        own_RN = make(source).apply(x_RK)
+        for defines in (AVX2, GENERIC):
+            assert torch.equal(own_RN, make(source, defines=defines).apply(x_RK))
 
 
 def test_a_rows_output_does_not_depend_on_the_rows_beside_it() -> None:

@@ -290,7 +290,7 @@ def test_logits_are_left_alone_and_strided_rows_are_read_in_place(chooser: Choos
 def test_bits_depend_on_neither_threads_nor_instruction_set(vocab_size: int) -> None:
     logits, rows = random_batch(8, rows=24, vocab_size=vocab_size)
     reference = CHOOSERS["compiled"].choose(logits, rows)
-    for threads, defines in ((1, ()), (5, ()), (2, ("TAILDRAFT_GENERIC",))):
+    for threads, defines in ((1, ()), (5, ()), (2, ("TAILDRAFT_AVX2",)), (2, ("TAILDRAFT_GENERIC",))):
         other = CompiledChooser(threads=threads, defines=defines)
         assert other.choose(logits, rows) == reference
         few = [other.choose(logits[i : i + 1], rows[i : i + 1])[0] for i in range(3)]

@@ -307,15 +307,24 @@ def test_the_window_moves_with_the_row_whatever_the_chunk() -> None:
     assert_same_bits(logits_by_row(policy.decoder(threads=2), seqs, [seqs.rows]), alone)
 
 
+@pytest.mark.parametrize(
+    ("define", "back_ends"),
+    [
+        ("TAILDRAFT_GENERIC", ("generic",)),
+        # A long build, and the machine's own again unless that has AVX-512.
+        pytest.param("TAILDRAFT_AVX2", ("avx2", "generic"), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "odd sizes", "qwen3 norms", "all biases"])
-def test_plain_cpp_gives_the_same_bits_as_the_vector_build(name: str) -> None:
+def test_other_back_ends_give_the_same_bits_as_the_machines_own(
+    name: str, define: str, back_ends: tuple[str, ...]
+) -> None:
     policy = random_policy(SPECS[name])
     seqs = sequences(policy.spec)
-    vector = policy.decoder()
-    plain = policy.decoder(defines=("TAILDRAFT_GENERIC",))
-    assert plain.description() == "compiled-generic-bf16"
+    own, other = policy.decoder(), policy.decoder(defines=(define,))
+    assert other.description() in {f"compiled-{back_end}-bf16" for back_end in back_ends}
     assert_same_bits(
-        logits_by_row(vector, seqs, [seqs.rows[:7], seqs.rows[7:]]), logits_by_row(plain, seqs, [seqs.rows])
+        logits_by_row(own, seqs, [seqs.rows[:7], seqs.rows[7:]]), logits_by_row(other, seqs, [seqs.rows])
     )
 
 
