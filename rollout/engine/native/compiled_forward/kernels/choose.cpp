@@ -141,29 +141,36 @@ void choose_row(const Call& call, int row, Scratch& s) {
   if (call.logprobs) write_logprobs(call, row, target, s);
 }
 
+// A team, and what its members have allocated, kept from call to call.
+struct Choosers {
+  explicit Choosers(int threads) : team(threads), scratch(threads) {}
+
+  team::Team team;
+  std::vector<Scratch> scratch;
+};
+
 }  // namespace
 }  // namespace choose
 
 void* taildraft_choosers_new(int32_t threads) {
   try {
-    return new team::Team(threads);
+    return new choose::Choosers(threads);
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-void taildraft_choosers_free(void* choosers) { delete static_cast<team::Team*>(choosers); }
+void taildraft_choosers_free(void* choosers) { delete static_cast<choose::Choosers*>(choosers); }
 
 void taildraft_choose(const choose::Call* call, void* choosers) {
-  team::Team* team = static_cast<team::Team*>(choosers);
+  choose::Choosers& own = *static_cast<choose::Choosers*>(choosers);
   std::atomic<int> next{0};
-  auto job = [&](const team::Member&) {
-    choose::Scratch scratch;
+  auto job = [&](const team::Member& member) {
     for (int row = next.fetch_add(1); row < call->rows; row = next.fetch_add(1))
-      choose::choose_row(*call, row, scratch);
+      choose::choose_row(*call, row, own.scratch[member.index]);
   };
   const int64_t logits = static_cast<int64_t>(call->rows) * call->vocab;
-  if (call->rows > 1 && logits > choose::kAloneLogits && team->usable()) team->run(job);
+  if (call->rows > 1 && logits > choose::kAloneLogits && own.team.usable()) own.team.run(job);
   else job(team::Member{0, 1, nullptr, nullptr, nullptr});
 }
 

@@ -57,7 +57,7 @@ struct Port {
 
 extern "C" {
 // Threads that share the rows of a call, asleep between calls: a thread that spins after its work would take
-// the processor a forward is about to need. Null when they cannot be started.
+// the processor a forward is about to need. One call at a time. Null when they cannot be started.
 void* taildraft_choosers_new(int32_t threads);
 void taildraft_choosers_free(void* choosers);
 void taildraft_choose(const choose::Call* call, void* choosers);

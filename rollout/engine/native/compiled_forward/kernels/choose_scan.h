@@ -50,8 +50,8 @@ inline bool ahead(const Weighted& a, const Weighted& b) {
   return a.value > b.value || (a.value == b.value && a.token < b.token);
 }
 
-// One thread's memory, reused over its rows.
-struct Scratch {
+// One thread's memory, reused over its rows; on cache lines of its own.
+struct alignas(64) Scratch {
   std::vector<ChunkSum> chunks;
   std::vector<float> edited;
   std::vector<float> block_highest;
