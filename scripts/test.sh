@@ -10,8 +10,9 @@
 set -uo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
-# In this order. The first runs beside the short ones, so that its own time is told by an undisturbed core.
-ALL=(unit lint types layers wheel slow service lossless bridge)
+# In this order. The first runs beside the short ones, so that its own time is told by an undisturbed core; of the
+# others the longest begins first, so that the last to end has little left.
+ALL=(unit lint types layers wheel lossless slow service bridge)
 PYTEST_GROUPS=(unit slow service lossless bridge)
 GROUPS_WANTED=("${@:-${ALL[@]}}")
 for group in "${GROUPS_WANTED[@]}"; do
