@@ -16,6 +16,7 @@ import torch
 
 from drafters.int4.menu import KernelMenu, LinearShape, take_menu
 from drafters.kernels import build
+from drafters.kernels.processor import processor
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def _folder() -> Path:
 
 def _key(shapes: Sequence[LinearShape], *, group: int, dtype: torch.dtype, device: torch.device) -> str:
     named = {
-        "processor": build.cpu_features(),
+        "processor": processor().identity,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "kernels": build.sources_key(_SOURCES),
         "compiler": _compiler(),

@@ -16,11 +16,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from drafters.kernels.processor import processor
+
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 """``-ffp-contract=off``: fused multiply-adds are written out, so that no row's result depends on how
 the compiler happened to treat its loop. ``-march`` is added by ``build``."""
+
+INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512vl", "avx512vnni")
+"""What kernel sources ask for, as the compiler names them; without AVX2 and FMA they are plain C++."""
 
 
 class KernelBuildError(Exception):
@@ -47,13 +52,23 @@ def compiler() -> str:
 
 @cache
 def cpu_features() -> str:
-    """Return the processor's model and feature flags, as one line."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return f"{platform.machine()} {' '.join(sorted(line.split(':', 1)[1].split()))}"
-    return f"{platform.machine()} {platform.processor()}"
+    """Return the architecture and the processor's feature flags, as one line."""
+    return f"{platform.machine()} {' '.join(processor().features) or platform.processor()}"
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Return the vector instructions kernels are built with here; empty where there is no compiler.
+
+    The compiler is asked what it defines, as the sources do: it may know less than the processor can.
+    """
+    try:
+        command = [compiler(), *FLAGS, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except (KernelBuildError, OSError):
+        return ()
+    defined = {line.split()[1] for line in done.stdout.splitlines()}
+    return tuple(name for name in INSTRUCTION_SETS if f"__{name.upper()}__" in defined)
 
 
 def sources_key(folders: Sequence[Path]) -> str:

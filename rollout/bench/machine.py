@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 from controller.types import POLICY
-from drafters.kernels.build import KernelBuildError, compiler, cpu_features
+from drafters.kernels.build import KernelBuildError, compiler, instruction_sets
+from drafters.kernels.processor import cache_bytes, processor
 from rollout.cores import usable_cores
 from rollout.engine.native.engine import NativeEngine
 
@@ -75,14 +75,22 @@ def kernel_rate(engine: NativeEngine, part: str = POLICY) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the processor and memory are."""
-    features = set(cpu_features().split())
+    """Return what the processor and memory are. None is what the system does not tell."""
+    cpu, caches = processor(), cache_bytes()
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu.name,
+        "processor": cpu.words,
+        "cpu_family": cpu.family,
+        "cpu_model": cpu.model,
+        "cpu_stepping": cpu.stepping,
         "architecture": platform.machine(),
         "system": platform.system(),
+        "processors": os.cpu_count(),
         "cores_usable": len(usable_cores()),
-        "flags": [flag for flag in FLAGS if flag in features],
+        "flags": [flag for flag in FLAGS if flag in cpu.features],
+        "kernel_instruction_sets": list(instruction_sets()),
+        "l2_bytes": caches.get(2),
+        "l3_bytes": caches.get(3),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": list(os.getloadavg()),
     }
@@ -117,15 +125,6 @@ def commit() -> dict[str, Any] | None:
         return None
     head, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "-uno")
     return None if head is None else {"id": head, "changed": bool(status)}
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or sys.platform
 
 
 def _compiler_version() -> str | None:

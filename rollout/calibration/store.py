@@ -21,7 +21,8 @@ import drafters.kernels
 import rollout.engine.native.compiled_forward.kernels
 from controller.calibration import Calibration
 from controller.config import ControllerConfig
-from drafters.kernels.build import cpu_features, sources_key
+from drafters.kernels.build import sources_key
+from drafters.kernels.processor import processor
 from rollout.calibration.measure import SWEEP_BUDGET_S, calibrate, contradiction
 from rollout.config import EngineConfig
 from rollout.cores import usable_cores
@@ -116,7 +117,7 @@ def _fresh_provisional(key: str) -> Calibration | None:
 def calibration_key(engine: Engine, engine_config: EngineConfig) -> str:
     """Return the name of everything a timing depends on: machine, kernels, model shape, threads."""
     named = {
-        "processor": cpu_features(),
+        "processor": processor().identity,
         "kernels": sources_key(KERNEL_FOLDERS),
         "cores": len(usable_cores()),
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},

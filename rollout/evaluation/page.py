@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout.report.build import document, section
 from rollout.report.panel import Panel, no_data
+from rollout.report.summary import processor_of
 from rollout.report.svg import QUIET, Axis, Plot, axis_over, colour
 from rollout.report.table import table
 
@@ -400,4 +401,5 @@ def questions(data: Data) -> Panel:
 
 def _conditions(data: Data) -> str:
     shown = escape(json.dumps(data["conditions"], indent=1))
-    return f"<details><summary>Conditions</summary><pre>{shown}</pre></details>"
+    told = escape(f"Conditions: {processor_of(data['conditions'])}")
+    return f"<details><summary>{told}</summary><pre>{shown}</pre></details>"

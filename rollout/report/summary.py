@@ -19,6 +19,7 @@ def summary_row(journal: Journal) -> dict[str, str]:
         "controller": str(journal.settings.get("controller", {}).get("kind", "-")),
         "drafters": ", ".join(journal.settings.get("drafter", {}).get("names", ())) or "-",
         "hosts": str(journal.settings.get("service", {}).get("hosts", "-")),
+        "processor": processor_of((journal.summary or {}).get("conditions", {})),
         "trainer steps": str(len(journal.steps)),
         "rounds": str(len(journal.rounds)),
         "completions": str(len(journal.completions)),
@@ -29,6 +30,12 @@ def summary_row(journal: Journal) -> dict[str, str]:
         else "none drafted",
         "reward, first -> last quarter": _reward(journal.summary or {}),
     }
+
+
+def processor_of(conditions: Mapping[str, Any]) -> str:
+    """Return in words the processor that a result's conditions name; older ones know its name alone."""
+    machine = conditions.get("machine", {})
+    return str(machine.get("processor", machine.get("cpu", "-")))
 
 
 def _policy(settings: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ Shapes: R rows, N out features, K in features.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +156,10 @@ def test_a_menu_is_taken_once_per_machine_and_again_when_damaged_forgotten_or_of
     forget_all()
     ask(*SMALL)
     assert len(taken) == 4
+    stranger = replace(kept_menus.processor(), family=0)
+    monkeypatch.setattr(kept_menus, "processor", lambda: stranger)
+    ask(*SMALL)
+    assert len(taken) == 5, "a processor of the same name and features has other speeds"
 
 
 def test_a_menu_that_can_be_neither_kept_nor_dropped_is_used_and_said(

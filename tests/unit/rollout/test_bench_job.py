@@ -10,6 +10,8 @@ import pytest
 
 from controller.testing import W4_ONLY, SimulatedMachine
 from controller.trust import Quality
+from drafters.kernels.build import instruction_sets
+from drafters.kernels.processor import processor
 from rollout.bench.book import told
 from rollout.bench.bound import Peaks
 from rollout.bench.cell import Cell
@@ -142,7 +144,12 @@ def test_conditions_tell_what_auto_was_told_of_the_machine_and_how_far_to_trust_
 def test_conditions_name_machine_versions_threads_and_settings(written: dict[str, Any]) -> None:
     conditions = written["conditions"]
     assert conditions["threads"] == 1
-    assert conditions["machine"]["cores_usable"] >= 1
+    machine = conditions["machine"]
+    assert 1 <= machine["cores_usable"] <= machine["processors"]
+    assert machine["processor"] == processor().words
+    assert machine["processor"].startswith(machine["cpu"])
+    assert machine["kernel_instruction_sets"] == list(instruction_sets())
+    assert {"cpu_family", "cpu_model", "cpu_stepping", "l2_bytes", "l3_bytes"} <= set(machine)
     assert conditions["versions"]["torch"]
     assert conditions["config"]["bench"]["cap_tokens"] == 12
     assert conditions["config"]["engine"]["prefix_cache"] is False

@@ -19,6 +19,7 @@ from controller.config import ControllerConfig
 from controller.testing import SMALL_POLICY, SMALL_W4, SimulatedMachine
 from controller.types import AR_ASSIGNMENT, POLICY, RoundPlan
 from drafters.config import DrafterConfig
+from drafters.kernels.processor import Processor
 from drafters.registry import build
 from rollout.calibration import neighbours, store
 from rollout.calibration.measure import MIN_SAMPLES, ROUNDS_PER_BATCH, calibrate
@@ -377,6 +378,18 @@ def test_a_damaged_file_is_measured_anew_and_said_so(
 def test_what_a_timing_depends_on_is_in_its_name(engine: NativeEngine, change: dict[str, Any]) -> None:
     other = dataclasses.replace(SETTINGS, **change)
     assert calibration_key(engine, SETTINGS) != calibration_key(engine, other)
+
+
+@pytest.mark.parametrize("change", [{"family": 25}, {"model": 49}, {"stepping": 0}, {"features": ("avx2",)}])
+def test_another_processor_of_the_same_name_has_a_calibration_of_its_own(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    first = Processor(name="AMD EPYC", family=23, model=1, stepping=2, features=("avx2", "fma"))
+    keys = []
+    for one in (first, dataclasses.replace(first, **change), first):
+        monkeypatch.setattr(store, "processor", lambda one=one: one)
+        keys.append(calibration_key(engine, SETTINGS))
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_another_policy_version_needs_no_new_calibration(engine: NativeEngine) -> None:

@@ -392,6 +392,16 @@ def test_a_resumed_runs_speed_counts_a_step_done_twice_once(run_dir: Path) -> No
     assert (row["trainer steps"], row["tokens/s while generating"]) == ("3", "86")
 
 
+def test_runs_are_compared_with_the_processor_they_ran_on(run_dir: Path) -> None:
+    assert summary_row(read_journal(run_dir))["processor"] == "-"
+    told = {"cpu": "AMD EPYC", "processor": "AMD EPYC, family 23 model 1"}
+    for machine, words in ((told, told["processor"]), ({"cpu": "AMD EPYC"}, "AMD EPYC")):
+        (run_dir / "summary.json").write_text(json.dumps({"conditions": {"machine": machine}}))
+        journal = read_journal(run_dir)
+        assert summary_row(journal)["processor"] == words
+        assert page([journal, journal]).count(f'<td class="word">{words}</td>') == 2
+
+
 def test_prediction_is_summed_up_as_a_ratio(run_dir: Path) -> None:
     # AR rounds take 5.5 ms and SD rounds 8.5 ms where 5 ms were predicted, half of each.
     assert "median 1.40" in predicted_against_measured(read_journal(run_dir)).note
