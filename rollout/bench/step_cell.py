@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from controller.types import AR, AR_ASSIGNMENT, POLICY, Assignment, RoundFacts, RoundLoad, RoundPlan
 from rollout.bench.arms import Work
 from rollout.bench.bound import Bounds, Peaks, bounds
-from rollout.bench.choosing import ChoosingClock
+from rollout.bench.choosing import WAYS, ChoosingClock
 from rollout.bench.cost_ratio import CostRatio
 from rollout.bench.machine import MemorySpeed
 from rollout.bench.schedule import Note
@@ -105,9 +105,17 @@ class Visit:
     choosing_s: Mapping[Kind, float]
     """Seconds of choosing as many tokens as a round of that kind does."""
 
+    choosing_in_s: Mapping[str, float]
+    """By way of sampling: seconds of choosing as many tokens as a plain round does in that way."""
+
     def cost_s(self, kind: Kind) -> float:
         """Return the median seconds of one round or pass."""
         return self.timings[kind].median_s
+
+    def choosing_share(self, way: str) -> float:
+        """Return what choosing takes of a plain round that samples in one of ``WAYS``."""
+        choosing_s = self.choosing_in_s[way]
+        return choosing_s / (self.cost_s(PLAIN) - self.choosing_s[PLAIN] + choosing_s)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,12 +195,14 @@ class StepCell:
         finally:
             self._abort(run)
         choosing_s = {kind: self.choosing.seconds(round(t.mean_rows)) for kind, t in _rounds(timings)}
+        choosing_in_s = {way: self.choosing.seconds_in(way, self.work.prompts) for way in WAYS}
         memory = max(before, self.memory.measure())
         visit = Visit(
             timings=timings,
             bounds={kind: self._bounds(kind, t, memory) for kind, t in timings.items()},
             peaks=Peaks(read_bytes_per_s=memory, flops_per_s=self.rate_of(POLICY)),
             choosing_s=choosing_s,
+            choosing_in_s=choosing_in_s,
         )
         self.visits.append(visit)
         for ratio in self.ratios:

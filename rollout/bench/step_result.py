@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rollout.bench.bound import Bounds, Peaks
+from rollout.bench.choosing import WAYS
 from rollout.bench.cliffs import SpeedPoint, find_cliffs
 from rollout.bench.result import SCHEMA, Json
 from rollout.bench.step_cell import DRAFT, PLAIN, Kind, StepCell, Visit
@@ -57,6 +58,7 @@ def steps_result(
             "rounds": "real engine rounds; deciding is not in them; drafts are single passes of the drafter",
             "between_runs": "contexts' pages are kept from the first visit on, nothing else",
             "contexts": "made up: memory of their own whose keys and values mean nothing",
+            "ways_of_sampling": {way: dict(asked) for way, asked in WAYS.items()},
             "interleaving": "every kind of round in turn on the same live sequences, within each visit",
         },
     }
@@ -138,6 +140,7 @@ def _step(cell: StepCell, kind: Kind) -> Json:
         line |= _split(cell, kind)
     if kind == PLAIN:
         line["tokens_per_s"] = cell.batch / cost_s
+        line |= _choosing_in(cell)
     return line
 
 
@@ -158,6 +161,15 @@ def _split(cell: StepCell, kind: Kind) -> Json:
             lambda visit: visit.cost_s(kind) - statistics.median(visit.timings[kind].verify_s),
         ),
     }
+
+
+def _choosing_in(cell: StepCell) -> Json:
+    """Return what choosing takes of a plain round that samples in another way, by way."""
+    said: Json = {}
+    for way in WAYS:
+        said[f"choosing_{way}_ms"] = 1e3 * statistics.median(v.choosing_in_s[way] for v in cell.visits)
+        said[f"choosing_{way}_share"] = statistics.median(v.choosing_share(way) for v in cell.visits)
+    return said
 
 
 def steps_table(data: Mapping[str, Any]) -> str:

@@ -5,10 +5,11 @@ Which cells there are, and what is claimed of them. Claims stand at the shortest
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from controller.types import POLICY
 from rollout.bench.arms import Work
-from rollout.bench.choosing import REAL_ROWS, ChoosingClock, logits_of
+from rollout.bench.choosing import REAL_ROWS, WAYS, ChoosingClock, logits_of
 from rollout.bench.cost_ratio import CostClaim, CostRatio
 from rollout.bench.fixed import W4
 from rollout.bench.grids import Grid, resolved_engine
@@ -29,7 +30,7 @@ VERIFY_OVER_AR = 1.2
 """Of a sequence alone that verifies this many drafts, so one row more."""
 
 CHOICE_SHARE = 0.07
-"""Of a plain round, at every batch."""
+"""Of a plain round, at every batch, however it samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +103,14 @@ def claims_of(batch: int, gammas: Sequence[int]) -> list[Measured]:
         Measured(
             claim=CostClaim(name=f"token_choice_share_b{batch}", at_most=CHOICE_SHARE),
             value=lambda visit: visit.choosing_s[PLAIN] / visit.cost_s(PLAIN),
-        )
+        ),
+        *(
+            Measured(
+                claim=CostClaim(name=f"token_choice_{way}_share_b{batch}", at_most=CHOICE_SHARE),
+                value=partial(Visit.choosing_share, way=way),
+            )
+            for way in WAYS
+        ),
     ]
     if batch == 1:
         claims.append(

@@ -3,14 +3,18 @@
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from controller.types import PartShape
 from rollout.bench.bound import Peaks, bounds
+from rollout.bench.choosing import CALLS, WAYS, ChoosingClock
 from rollout.bench.cliffs import SpeedPoint, find_cliffs
 from rollout.bench.cost_ratio import CostClaim, CostRatio
 from rollout.bench.prompts import PROMPTS, long_prompts
@@ -19,6 +23,8 @@ from rollout.bench.step_page import step_page
 from rollout.bench.step_result import steps_table
 from rollout.bench.steps import claims_of, gammas_of, plan_cells, steps_engine
 from rollout.config import EngineConfig, PolicyConfig
+from rollout.engine.chooser_torch import TorchChooser
+from rollout.engine.target import Choice, TargetRow, logit_edits
 from rollout.errors import ConfigError
 from rollout.job_config import BenchConfig, JobConfig
 from rollout.jobs.bench import main
@@ -156,6 +162,7 @@ def visit() -> Visit:
         bounds=dict.fromkeys(seconds, bounds(SHAPE, FAST, rows=9, read_tokens=700, context_tokens=0)),
         peaks=PEAKS,
         choosing_s={PLAIN: 0.0005, six: 0.001},
+        choosing_in_s={"topp_topk": 0.0005, "penalty": 0.0015},
     )
 
 
@@ -163,6 +170,9 @@ def test_every_claim_reads_its_own_times_off_a_visit() -> None:
     found = {m.claim.name: (m.claim.at_most, m.value(visit())) for m in claims_of(1, (1, 5))}
     assert found == {
         "token_choice_share_b1": (0.07, pytest.approx(0.05)),
+        "token_choice_topp_topk_share_b1": (0.07, pytest.approx(0.05)),
+        # The round takes a millisecond longer for it.
+        "token_choice_penalty_share_b1": (0.07, pytest.approx(1.5 / 11)),
         "ar_b1_over_bytes_bound": (1.25, pytest.approx(1.25)),
         "w4_draft_b1_over_ar": (0.42, pytest.approx(0.4)),
         "verify6_b1_over_ar": (1.2, pytest.approx(1.2)),
@@ -170,9 +180,34 @@ def test_every_claim_reads_its_own_times_off_a_visit() -> None:
 
 
 def test_what_a_run_does_not_measure_is_not_claimed() -> None:
-    assert [m.claim.name for m in claims_of(4, (1, 3))] == ["token_choice_share_b4", "w4_draft_b4_over_ar"]
-    assert [m.claim.name for m in claims_of(4, ())] == ["token_choice_share_b4"]
+    choices = [f"token_choice_{way}share_b4" for way in ("", "topp_topk_", "penalty_")]
+    assert [m.claim.name for m in claims_of(4, (1, 3))] == [*choices, "w4_draft_b4_over_ar"]
+    assert [m.claim.name for m in claims_of(4, ())] == choices
     assert "verify6_b1_over_ar" not in {m.claim.name for m in claims_of(1, (1, 3))}
+
+
+def test_choosing_is_timed_with_what_each_way_asks_for_on_the_tokens_of_each_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chooser, asked = TorchChooser(), []
+    choose = chooser.choose
+
+    def noted(logits_RV: Tensor, rows: Sequence[TargetRow]) -> list[Choice]:
+        asked.append((len(logits_RV), rows))
+        return choose(logits_RV, rows)
+
+    monkeypatch.setattr(chooser, "choose", noted)
+    clock = ChoosingClock(chooser, torch.randn(4, 9), temperature=0.7)
+    assert clock.seconds(3) > 0
+    assert all(clock.seconds_in(way, [(1, 2, 1), (5,)]) > 0 for way in WAYS)
+    assert [count for count, _ in asked[::CALLS]] == [3, 2, 2]
+    plain, filtered, penalised = (rows[0] for _, rows in asked[::CALLS])
+    assert {r.params.temperature for r in (plain, filtered, penalised)} == {0.7}
+    assert (plain.params.has_filters, plain.params.has_penalties) == (False, False)
+    assert (filtered.params.top_p, filtered.params.top_k) == (0.95, 50)
+    assert penalised.params.repetition_penalty == 1.1
+    assert penalised.prompt_tokens == {1, 2}
+    assert logit_edits(penalised).ids == [1, 2]
 
 
 def test_cells_that_do_not_fit_are_left_out_with_their_reason() -> None:
@@ -261,6 +296,11 @@ def test_a_lines_parts_add_up_and_bounds_follow_the_rows(written: dict[str, Any]
         if step["kind"] != "w4_draft":
             parts = step["forward_ms"] + step["choosing_ms"] + step["rest_ms"]
             assert math.isclose(parts, step["median_ms"], rel_tol=0.5)
+        if step["kind"] == "ar":
+            for way in WAYS:
+                rest_ms = step["median_ms"] - step["choosing_ms"]
+                share = step[f"choosing_{way}_ms"] / (rest_ms + step[f"choosing_{way}_ms"])
+                assert math.isclose(step[f"choosing_{way}_share"], share, rel_tol=0.5)
     two, six = lines["verify", 1, 32, 1], lines["verify", 1, 32, 5]
     assert six["flops_bound_ms"] > 2 * two["flops_bound_ms"]
     plain, draft = lines["ar", 1, 32, 0], lines["w4_draft", 1, 32, 0]
@@ -272,7 +312,7 @@ def test_ratios_goals_and_arms_have_the_shape_of_every_workload(written: dict[st
     assert written["workload"] == "steps"
     assert written["complete"] is True
     names = {"ar_b1_over_bytes_bound", "w4_draft_b1_over_ar", "w4_draft_b4_over_ar", "verify6_b1_over_ar"}
-    names |= {"token_choice_share_b1", "token_choice_share_b4"}
+    names |= {f"token_choice_{way}share_b{b}" for way in ("", "topp_topk_", "penalty_") for b in (1, 4)}
     assert set(written["ratios"]) == {goal["name"] for goal in written["goals"]} == names
     for name, one in written["ratios"].items():
         assert one["pairs"] == len(one["values"]) == 2, name
@@ -281,6 +321,7 @@ def test_ratios_goals_and_arms_have_the_shape_of_every_workload(written: dict[st
     assert set(written["arms"]) == {"ar", "verify", "w4_draft"}
     assert set(written["conditions"]["drafter_flops_per_s"]) == {"w4"}
     assert written["conditions"]["config"]["bench"]["batches"] == [1, 4]
+    assert written["conditions"]["ways_of_sampling"]["topp_topk"] == {"top_p": 0.95, "top_k": 50}
 
 
 @pytest.mark.slow
