@@ -2,6 +2,11 @@
 
 ``python -m rollout.bench.memory`` prints it for the embedded policy. A process of its own is measured, since
 a peak is of a whole life, loading included. Linux only: the numbers are the kernel's.
+
+Two ratios over weights, drafters and KV in use are told. ``peak_over_held`` is the whole process's. The goal
+is judged by ``peak_beyond_baseline_over_held``: a process that has imported torch and transformers and read a
+tokenizer holds some hundreds of MB before any weight. Those are about the same for every policy, outweigh a
+small one, and say nothing of how weights, drafters and KV are kept.
 """
 
 import argparse
@@ -23,7 +28,7 @@ W4 = "w4"
 STATUS = Path("/proc/self/status")
 
 LARGEST_RATIO = 1.25
-"""What the process may hold at its peak, over weights, drafters and KV in use."""
+"""What the process may hold at its peak beyond its baseline, over weights, drafters and KV in use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +67,24 @@ class MemoryUse:
         return self.weights + self.drafters + self.kv_in_use
 
     @property
-    def ratio(self) -> float:
-        """The peak beyond the baseline, over what has to be there."""
+    def peak_over_held(self) -> float:
+        """The whole peak, interpreter and libraries included, over what has to be there."""
+        return self.peak / self.held
+
+    @property
+    def peak_beyond_baseline_over_held(self) -> float:
+        """The peak beyond the baseline, over what has to be there: what the goal is judged by."""
         return (self.peak - self.baseline) / self.held
+
+    def lines(self) -> str:
+        """Return both ratios and the baseline for people."""
+        met = "met" if self.peak_beyond_baseline_over_held <= LARGEST_RATIO else "missed"
+        return (
+            f"peak over weights, drafters and KV in use: {self.peak_over_held:.2f}\n"
+            f"the same beyond the baseline: {self.peak_beyond_baseline_over_held:.2f} "
+            f"(<= {LARGEST_RATIO:g}: {met})\n"
+            f"baseline, interpreter and libraries: {self.baseline / 1e6:.0f} MB of {self.peak / 1e6:.0f} MB\n"
+        )
 
 
 def memory_of_child(
@@ -131,7 +151,7 @@ def resident(name: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the measure as JSON; 0 when the peak is within ``LARGEST_RATIO``."""
+    """Print the measure as JSON, and in words on standard error; 0 when it is within ``LARGEST_RATIO``."""
     # Not above: the process that is measured imports this module, and is to hold no more than a host does.
     from rollout.bench.machine import commit, machine, versions
     from rollout.bench.result import SCHEMA
@@ -162,13 +182,17 @@ def main(argv: list[str] | None = None) -> int:
         "schema": SCHEMA,
         "workload": "memory",
         **asdict(use),
-        "ratio": use.ratio,
+        "held": use.held,
+        "peak_over_held": use.peak_over_held,
+        "peak_beyond_baseline_over_held": use.peak_beyond_baseline_over_held,
+        "ratio": use.peak_beyond_baseline_over_held,  # its name in earlier results
         "most": LARGEST_RATIO,
         "work": asdict(work),
         "conditions": conditions,
     }
     sys.stdout.write(json.dumps(told, indent=1) + "\n")
-    return 0 if use.ratio <= LARGEST_RATIO else 1
+    sys.stderr.write(use.lines())  # what is printed to a file stays JSON
+    return 0 if use.peak_beyond_baseline_over_held <= LARGEST_RATIO else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Weights are kept once, from their file to their panels, and a host's peak is near what it has to hold."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,10 +112,14 @@ def test_a_file_that_changes_while_a_policy_is_read_from_it_is_refused(tmp_path:
         stored["a"]
 
 
-def test_the_ratio_is_of_what_lies_beyond_the_baseline() -> None:
+def test_one_ratio_is_of_the_whole_peak_and_one_of_what_lies_beyond_the_baseline() -> None:
     use = MemoryUse(baseline=100, ready=220, peak=280, weights=80, drafters=40, kv_in_use=30, scratch=10)
     assert use.held == 150
-    assert use.ratio == pytest.approx(1.2)
+    assert use.peak_over_held == pytest.approx(280 / 150)
+    assert use.peak_beyond_baseline_over_held == pytest.approx(1.2)
+    assert "the same beyond the baseline: 1.20 (<= 1.25: met)" in use.lines()
+    over = replace(use, peak=290)
+    assert "1.27 (<= 1.25: missed)" in over.lines()
 
 
 def test_what_is_printed_says_commit_and_conditions_as_other_results_do(
@@ -123,9 +128,13 @@ def test_what_is_printed_says_commit_and_conditions_as_other_results_do(
     use = MemoryUse(baseline=100, ready=220, peak=280, weights=80, drafters=40, kv_in_use=30, scratch=10)
     monkeypatch.setattr(memory, "memory_of_child", lambda *_: use)
     assert memory.main(["--policy", "some/folder", "--batch", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert printed.err == use.lines()
     assert (told["schema"], told["workload"], told["most"]) == (SCHEMA, "memory", LARGEST_RATIO)
-    assert (told["peak"], told["ratio"], told["work"]["batch"]) == (280, pytest.approx(1.2), 3)
+    assert (told["peak"], told["baseline"], told["held"], told["work"]["batch"]) == (280, 100, 150, 3)
+    assert told["peak_over_held"] == pytest.approx(280 / 150)
+    assert told["peak_beyond_baseline_over_held"] == told["ratio"] == pytest.approx(1.2)
     conditions = told["conditions"]
     assert conditions["commit"] == commit()
     assert conditions["machine"]["cores_usable"] >= 1
@@ -150,4 +159,4 @@ def test_a_host_of_the_embedded_policy_peaks_near_what_it_has_to_hold() -> None:
     assert use.weights == pytest.approx(269e6, rel=0.01)
     assert use.drafters > 0.3 * use.weights
     assert use.kv_in_use > 50e6
-    assert use.ratio <= LARGEST_RATIO
+    assert use.peak_beyond_baseline_over_held <= LARGEST_RATIO
