@@ -133,7 +133,7 @@ class BaseController:
             self._since_cost_s = 0.0
             self._cost_rows, self._cost_rounds = facts.verify_rows, self._cost_rounds + 1
             self._cost.observe(facts)
-        told = [o for o in facts.outcomes if o.gamma > 0 or o.finished]
+        told = facts.telling
         if told:
             self._acceptance.observe(told, probing=probing)
         self._watchdog.observe(facts, told)

@@ -131,9 +131,9 @@ class PlanKeeper:
         """The load and round for which a plan was just found to stand: a round asks twice."""
 
     def keys(self, load: RoundLoad) -> tuple[int, ...]:
-        """Return the sequences of a round, in order."""
+        """Return the sequences of a round, ascending."""
         if self._last[0] is not load:
-            self._last = (load, tuple([s.key for s in load.sequences]))
+            self._last = (load, load.keys)
         return self._last[1]
 
     def passed(self, seconds: float) -> None:

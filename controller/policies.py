@@ -59,7 +59,7 @@ class BaselineController(BaseController):
         return self._config.kind != "ar" and not self._shapes[self._config.drafter].rows_per_draft_token
 
     def _plan(self, load: RoundLoad) -> RoundPlan:
-        keys = frozenset(s.key for s in load.sequences)
+        keys = frozenset(load.keys)
         if not keys & self._running:
             self._start_rollout()
         self._running = keys
@@ -106,7 +106,7 @@ class BaselineController(BaseController):
         self._votes = 0
 
     def _learn(self, facts: RoundFacts, plan: RoundPlan | None) -> None:
-        for o in facts.outcomes:
+        for o in facts.telling:
             if o.gamma > 0 and not o.censored:
                 self._drafted += o.gamma
                 self._accepted += o.accepted

@@ -4,9 +4,11 @@ A ``RoundLoad`` goes in before a round, a ``RoundPlan`` comes out, ``RoundFacts`
 round was run. None of them holds a tensor, a clock or a handle, so a log of them replays a decision.
 """
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 VerifyMode = Literal["coupled", "block", "token"]
 Numerics = Literal["exact", "fast"]
@@ -120,13 +122,88 @@ class SequenceLoad(NamedTuple):
     round whose controller did not want to know (``Controller.wants_look_up``)."""
 
 
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+class ByColumn(Sequence[Row]):
+    """Rows kept by column, each made when somebody asks for it. Equal to any sequence of equal rows.
+
+    In a plain round most sequences just get their next token, so that nothing is made for each of them.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the fields of all rows, by name and in their order."""
+
+    @abstractmethod
+    def _row(self, *fields: Any) -> Row:
+        """Return the row of these fields."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, *self.columns().values())
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to tuples, which hash otherwise
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class PlainLoads(ByColumn[SequenceLoad]):
+    """Sequences that decode plainly, and had no drafter asked what it has ready for them."""
+
+    __slots__ = ("_context_tokens", "_generated_tokens", "_remaining_tokens", "keys")
+
+    def __init__(
+        self,
+        keys: "array[int]",
+        context_tokens: "array[int]",
+        generated_tokens: "array[int]",
+        remaining_tokens: "array[int]",
+    ) -> None:
+        self.keys = keys
+        self._context_tokens = context_tokens
+        self._generated_tokens, self._remaining_tokens = generated_tokens, remaining_tokens
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """See ``ByColumn``."""
+        return {
+            "key": self.keys.tolist(),
+            "context_tokens": self._context_tokens.tolist(),
+            "generated_tokens": self._generated_tokens.tolist(),
+            "remaining_tokens": self._remaining_tokens.tolist(),
+            "history_match_tokens": [NOTHING_READY] * len(self),
+        }
+
+    def _row(self, *fields: Any) -> SequenceLoad:
+        return SequenceLoad(*fields)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundLoad:
     """What is about to run: decode sequences, and how much else waits."""
 
     round_index: int
     policy_version: int
-    sequences: tuple[SequenceLoad, ...]
+    sequences: Sequence[SequenceLoad]
     """Sequences that decode this round. Sequences still in prefill are not here."""
 
     prefill_tokens: int = 0
@@ -134,6 +211,14 @@ class RoundLoad:
 
     waiting: int = 0
     """Requests admitted later."""
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The sequences, ascending."""
+        sequences = self.sequences
+        return tuple(
+            sorted(sequences.keys if isinstance(sequences, PlainLoads) else [s.key for s in sequences])
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +285,54 @@ class SequenceOutcome(NamedTuple):
     judged_singly: bool = False
     """Whether each draft token was judged for itself, those after a wrong one as well: in a pipeline. Their
     place among the others means nothing then."""
+
+
+class PlainOutcomes(ByColumn[SequenceOutcome]):
+    """What sequences did that decoded plainly: each committed a token, or could not and is over."""
+
+    __slots__ = ("_committed", "_context_tokens", "_finished", "_keys")
+
+    def __init__(
+        self,
+        keys: "array[int]",
+        context_tokens: "array[int]",
+        committed: "array[int]",
+        finished: "array[int]",
+    ) -> None:
+        """``committed`` and ``finished`` are flags."""
+        self._keys, self._context_tokens = keys, context_tokens
+        self._committed, self._finished = committed, finished
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def committed(self) -> int:
+        """Tokens of all rows."""
+        return sum(self._committed)
+
+    @property
+    def finished(self) -> tuple[SequenceOutcome, ...]:
+        """The rows of sequences that are over."""
+        return tuple([o for o in self if o.finished]) if any(self._finished) else ()
+
+    def columns(self) -> dict[str, list[Any]]:
+        """See ``ByColumn``."""
+        rows = len(self)
+        return {
+            "key": self._keys.tolist(),
+            "drafter": [AR] * rows,
+            "gamma": [0] * rows,
+            "accepted": [0] * rows,
+            "committed": self._committed.tolist(),
+            "context_tokens": self._context_tokens.tolist(),
+            "censored": [not committed for committed in self._committed],
+            "finished": [bool(finished) for finished in self._finished],
+            "judged_singly": [False] * rows,
+        }
+
+    def _row(self, *fields: Any) -> SequenceOutcome:
+        return SequenceOutcome(*fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +406,7 @@ class RoundFacts:
     commit_s: float
     total_s: float
     drafts: tuple[DraftCost, ...] = ()
-    outcomes: tuple[SequenceOutcome, ...] = ()
+    outcomes: Sequence[SequenceOutcome] = ()
     prefill_committed: int = 0
     """Tokens committed by sequences whose last prompt row was in this round, one each: they count as decode
     sequences from the next round on."""
@@ -290,8 +423,17 @@ class RoundFacts:
         return bool(self.drafts) and any(o.drafter != AR for o in self.outcomes)
 
     @property
+    def telling(self) -> Sequence[SequenceOutcome]:
+        """Outcomes that say more than that a sequence went on plainly: it drafted, or is over."""
+        if isinstance(self.outcomes, PlainOutcomes):
+            return self.outcomes.finished
+        return [o for o in self.outcomes if o.gamma > 0 or o.finished]
+
+    @property
     def decoded(self) -> int:
         """Tokens committed by decode sequences: what a plan is judged by."""
+        if isinstance(self.outcomes, PlainOutcomes):
+            return self.outcomes.committed
         return sum(o.committed for o in self.outcomes)
 
     @property

@@ -80,6 +80,10 @@ class EngineConfig:
     prefix_cache: bool = True
     """Reuse full prompt pages written by the same policy version."""
 
+    emit_s: float = 0.05
+    """Plain rounds of the compiled decoder hand out their tokens once in so long, endings and first tokens at
+    once: nothing is done for each sequence in between. 0: in every round. The text is the same."""
+
     def __post_init__(self) -> None:
         check_settings(
             "engine",
@@ -88,6 +92,7 @@ class EngineConfig:
             max_context_tokens=1,
             prefill_chunk_tokens=1,
             kv_bytes=KV_BYTES_LEAST,
+            emit_s=0.0,
         )
         if not isinstance(self.device, str) or not self.device:
             raise ConfigError(f"engine.device must name a device, got {self.device!r}")

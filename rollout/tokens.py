@@ -238,6 +238,14 @@ class TokenLog(Tokens):
         self._marks.append(self._mark((policy_version, origin, drafter)))
         self._stop += 1
 
+    def add_columns(self, ids: bytes, logs: bytes, source: Source) -> None:
+        """Append tokens of one source: int32 ids, and four doubles a token as ``add`` takes them."""
+        before = len(self._ids)
+        self._ids.frombytes(ids)
+        self._logs.frombytes(logs)
+        self._stop = len(self._ids)
+        self._marks.extend([self._mark(source)] * (self._stop - before))
+
     def extend(self, records: Iterable[TokenRecord]) -> None:
         """Append records."""
         self._take(records)

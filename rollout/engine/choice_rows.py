@@ -16,6 +16,7 @@ from rollout.engine.chooser_call import (
     add_edits,
     add_filters,
     choices_of,
+    edited_rows,
 )
 from rollout.engine.noise import COUPLED_STREAM
 from rollout.engine.target import Choice, TargetRow
@@ -75,7 +76,7 @@ class ChoiceRows:
         if self._edits:
             call.edit_starts, self._edits = None, []
         if self._edited_by_params or any(row.banned for row in rows):
-            self._edits = add_edits(call, rows)
+            self._edits = add_edits(call, edited_rows(rows))
 
     def _take_params(self, params: list[SamplingParams]) -> None:
         self._temperatures.put(array("d", [p.temperature for p in params]))

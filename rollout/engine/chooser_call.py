@@ -5,7 +5,7 @@
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, repeat
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ NOT_FINITE = Choice(
 MASK_64 = (1 << 64) - 1
 """Seeds are taken modulo 2 ** 64."""
 
-_MAX_TOP_K = (1 << 31) - 1
+MAX_TOP_K = (1 << 31) - 1
 
 
 class SecondStruct(ctypes.Structure):
@@ -111,28 +111,33 @@ def call_of(rows: Sequence[TargetRow], *, vocab_size: int) -> tuple[CallStruct, 
     )
     if any(p.has_filters for p in params):
         owned += add_filters(call, params)
-    owned += add_edits(call, rows)
+    owned += add_edits(call, edited_rows(rows))
     return call, owned
 
 
 def add_filters(call: CallStruct, params: Sequence[SamplingParams]) -> "list[array[Any]]":
     """Add every row's filters, and return the arrays the call now points into."""
-    top_k = array("i", [min(p.top_k, _MAX_TOP_K) for p in params])
+    top_k = array("i", [min(p.top_k, MAX_TOP_K) for p in params])
     top_p, min_p = array("d", [p.top_p for p in params]), array("d", [p.min_p for p in params])
     call.top_k, call.top_p, call.min_p = (column.buffer_info()[0] for column in (top_k, top_p, min_p))
     return [top_k, top_p, min_p]
 
 
-def add_edits(call: CallStruct, rows: Sequence[TargetRow]) -> "list[array[Any]]":
-    """Add penalties, bias and bans where a row has any, and return the arrays the call now points into.
+def edited_rows(rows: Iterable[TargetRow]) -> dict[int, TargetRow]:
+    """Return the rows that have penalties, bias or bans, by their number."""
+    return {i: row for i, row in enumerate(rows) if needs_edits(row)}
+
+
+def add_edits(call: CallStruct, rows: Mapping[int, TargetRow]) -> "list[array[Any]]":
+    """Add edits of some of the call's rows, by number, ascending; return the arrays it now points into.
 
     Raises ``ValueError`` for ids outside the vocabulary.
     """
-    edited = {i: logit_edits(r) for i, r in enumerate(rows) if needs_edits(r)}
-    if not edited:
+    if not rows:
         return []
+    edited = {i: logit_edits(row) for i, row in rows.items()}
     _check_ids(edited.values(), vocab_size=call.vocab)
-    lengths = [len(edited[i].ids) if i in edited else 0 for i in range(len(rows))]
+    lengths = [len(edited[i].ids) if i in edited else 0 for i in range(call.rows)]
     starts = array("q", accumulate(lengths, initial=0))
     ids = array("i", chain.from_iterable(e.ids for e in edited.values()))
     divisors = array("d", chain.from_iterable(e.divisors for e in edited.values()))

@@ -179,4 +179,5 @@ def _engine_config(
     """Return settings with room for the longest prompt and text, and no more than the policy has."""
     context = min(policy.spec.max_positions, max(context_tokens, TIMED_CONTEXT_TOKENS))
     resolved = resolved_engine(job, rows=max(config.concurrencies))
-    return replace(resolved, max_context_tokens=context)
+    # What a round brings is told by the round: latency is looked at here.
+    return replace(resolved, max_context_tokens=context, emit_s=0.0)

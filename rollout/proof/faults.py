@@ -329,9 +329,9 @@ def stops_per_block() -> AbstractContextManager[None]:
             ]
             sequence.frontier = len(sequence.tokens) - 1
             reason = next((r for r in reasons if r is not None), None)
-            self._announce(sequence, len(reasons), out, finished=reason is not None)
+            self._announce(sequence, out)
             if reason is not None:
-                out.completions.append(self.end(sequence, reason, None))
+                out.completions.append(self._finish(sequence, reason, None))
             return len(reasons)
 
         return committing

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.types import RoundFacts, RoundLoad, RoundPlan, SequenceLoad, SequenceOutcome
+from controller.types import ByColumn, RoundFacts, RoundLoad, RoundPlan, SequenceLoad, SequenceOutcome
 from rollout.settings import to_plain
 from rollout.tracking.control_log import ControlLogs
 from rollout.tracking.reduce import AcceptanceCounts, RolloutPool, completion_record, round_gauges
@@ -101,6 +101,8 @@ def round_record(
 def _columns(rows: Sequence[SequenceLoad] | Sequence[SequenceOutcome]) -> dict[str, list[Any]]:
     if not rows:
         return {}
+    if isinstance(rows, ByColumn):
+        return {name: to_plain(column) for name, column in rows.columns().items()}
     return {
         name: to_plain(list(column))
         for name, column in zip(rows[0]._fields, zip(*rows, strict=True), strict=True)

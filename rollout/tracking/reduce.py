@@ -110,7 +110,7 @@ class RolloutPool:
     def add_round(self, facts: RoundFacts, plan: RoundPlan | None = None) -> None:
         """Count one round, and how well it was predicted when its plan says what was expected."""
         speculative = False
-        for outcome in facts.outcomes:
+        for outcome in facts.telling:
             self.acceptance.add(outcome)
             if outcome.gamma:
                 speculative = True

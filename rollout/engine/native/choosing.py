@@ -13,7 +13,7 @@ from torch import Tensor
 
 from controller.types import VerifyMode
 from rollout.engine.choice_rows import ChoiceRows
-from rollout.engine.chooser_call import PortStruct
+from rollout.engine.chooser_call import CallStruct, PortStruct
 from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.compiled_forward.kernels import abi
 from rollout.engine.native.decoder import Decoder, KVStorage
@@ -30,7 +30,8 @@ class ForwardChooser:
     def __init__(self, decoder: CompiledDecoder, port: PortStruct, clock: PassClock) -> None:
         self._decoder = decoder
         self._clock = clock
-        self._rows = ChoiceRows(vocab_size=decoder.spec.vocab_size)
+        self.vocab_size = decoder.spec.vocab_size
+        self._rows = ChoiceRows(vocab_size=self.vocab_size)
         self._call = abi.ChoosingStruct(port=port)
         self._states = 0
         self._states_ND: Tensor | None = None
@@ -59,9 +60,22 @@ class ForwardChooser:
                 standing.depths, standing.numbers, states=self._states, rows=batch.rows
             )
             call.depths, call.numbers = depth_M.buffer_info()[0], number_M.buffer_info()[0]
-        split = self._decoder.run_choosing(call, batch, kv)
-        self._clock.chained(split, call.choose_s)
+        self._run(batch, kv)
         return self._rows.choices()
+
+    def choose_into(self, choice: CallStruct, batch: RowBatch, kv: KVStorage) -> None:
+        """Choose as ``choice`` says, a row of it per head row; it says where the choices go.
+
+        Raises ``ValueError`` as ``Decoder.forward`` does.
+        """
+        if choice.rows != batch.head_rows_R.shape[0]:
+            raise ValueError(f"{batch.head_rows_R.shape[0]} head rows, and choices of {choice.rows}")
+        self._call.choose, self._call.depths = choice, None
+        self._run(batch, kv)
+
+    def _run(self, batch: RowBatch, kv: KVStorage) -> None:
+        split = self._decoder.run_choosing(self._call, batch, kv)
+        self._clock.chained(split, self._call.choose_s)
 
 
 def forward_chooser(

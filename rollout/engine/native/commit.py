@@ -1,15 +1,20 @@
 """The one place where a token becomes part of a rollout.
 
-Plain decoding and every kind of verification hand their tokens over one by one, so stop ids, stop
-strings, limits, penalties, logprobs and counters cannot tell how a token was found.
+Every kind of verification hands its tokens over one by one, so stop ids, stop strings, limits, penalties,
+logprobs and counters cannot tell how a token was found. Plain rounds hand over what they chose since the last
+time (``plain_batch.py``); what ends a sequence is decided by the same lines.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.types import AR
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.target import Choice
-from rollout.tokens import Origin
+from rollout.tokens import Origin, Source
 from rollout.types import FinishReason
 
 _MARGIN_CHARACTERS = 4
@@ -45,6 +50,30 @@ def commit_token(
     logs = choice[1:5]  # by place: the four of a choice are those of a record
     sequence.records.add(token, logs, policy_version=policy_version, origin=origin, drafter=drafter)
     return _finish_reason(sequence, token, detokenizer)
+
+
+def commit_chosen(
+    sequence: LiveSequence,
+    ids_N: NDArray[np.int32],
+    logs_N4: NDArray[np.float64],
+    *,
+    policy_version: int,
+    detokenizer: Detokenizer | None,
+) -> FinishReason | None:
+    """Append tokens chosen plainly, round by round; return why the sequence is over after them, or None.
+
+    Only the last of them may end it.
+    """
+    token_ids: list[int] = ids_N.tolist()
+    if not token_ids:
+        return None
+    sequence.tokens += token_ids
+    if sequence.params.has_penalties:
+        sequence.output_counts.update(token_ids)
+    source = Source(policy_version, "plain", AR)
+    sequence.records.add_columns(ids_N.tobytes(), logs_N4.tobytes(), source)
+    sequence.frontier = len(sequence.tokens) - 1
+    return _finish_reason(sequence, token_ids[-1], detokenizer)
 
 
 def _finish_reason(

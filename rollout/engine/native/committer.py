@@ -1,13 +1,15 @@
 """Turns verdicts into committed tokens, emissions and completions; ends sequences."""
 
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from controller.types import AR, SequenceOutcome
+from controller.types import AR, PlainOutcomes, SequenceOutcome
 from rollout.engine.native.commit import Detokenizer, commit_token, final_text
 from rollout.engine.native.drafts.drafting import Drafting
-from rollout.engine.native.scheduler import Scheduler
+from rollout.engine.native.plain_round import PlainWork
+from rollout.engine.native.scheduler import PromptChunk, Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.work import Work, draft_request
 from rollout.engine.protocol import Emission
@@ -22,7 +24,7 @@ class Committed:
 
     emissions: list[Emission] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
-    sequences: list[SequenceOutcome] = field(default_factory=list)
+    sequences: Sequence[SequenceOutcome] = ()
     prefill_tokens: int = 0
     """Tokens of sequences whose last prompt row was in the round."""
 
@@ -38,12 +40,16 @@ class Committer:
         detokenizer: Detokenizer | None,
         host: str,
         fingerprint: Callable[[], str],
+        emit_s: float,
     ) -> None:
+        """Tokens of plain rounds are emitted once in ``emit_s``."""
         self._scheduler = scheduler
         self._drafting = drafting
         self._detokenizer = detokenizer
         self._host = host
         self._fingerprint = fingerprint
+        self._emit_s = emit_s
+        self._emitted_s = 0.0
 
     def commit(self, work: Work, verdicts: list[Verdict], *, policy_version: int) -> Committed:
         """Hand every verified token to ``commit_token``, one by one, and move the frontiers.
@@ -52,23 +58,72 @@ class Committer:
         Raises ``NoProgressError`` when sequences decoded and nothing came of it.
         """
         out = Committed()
-        for chunk in work.chunks:
-            chunk.sequence.frontier = chunk.end
-            self._scheduler.publish(chunk.sequence, policy_version)
+        self._prompts_computed(work.chunks, policy_version)
         completing = [c.sequence for c in work.chunks if c.completes]
         decoded_at, lanes_at = len(completing), len(verdicts) - len(work.in_lanes)
         for sequence, verdict in zip(completing, verdicts[:decoded_at], strict=True):
-            sequence.phase = Phase.DECODE
-            if sequence.first_token_s is None:
-                sequence.first_token_s = time.monotonic()
+            self._scheduler.begin_decoding(sequence, time.monotonic())
             out.prefill_tokens += self._commit_tokens(sequence, verdict, AR, out, policy_version)
-        for sequence, verdict in zip(work.decoding, verdicts[decoded_at:lanes_at], strict=True):
-            self._commit_decoded(sequence, verdict, work, out, policy_version, in_lanes=False)
-        for sequence, verdict in zip(work.in_lanes, verdicts[lanes_at:], strict=True):
-            self._commit_decoded(sequence, verdict, work, out, policy_version, in_lanes=True)
+        decoded = zip(work.decoding, verdicts[decoded_at:lanes_at], strict=True)
+        in_lanes = zip(work.in_lanes, verdicts[lanes_at:], strict=True)
+        out.sequences = (
+            *[self._commit_decoded(s, v, work, out, policy_version, in_lanes=False) for s, v in decoded],
+            *[self._commit_decoded(s, v, work, out, policy_version, in_lanes=True) for s, v in in_lanes],
+        )
         if work.batch and not (out.emissions or out.completions):
             raise NoProgressError(f"a round of {work.batch} decoding sequences committed nothing")
         return out
+
+    def _prompts_computed(self, chunks: Sequence[PromptChunk], policy_version: int) -> None:
+        for chunk in chunks:
+            chunk.sequence.frontier = chunk.end
+            self._scheduler.publish(chunk.sequence, policy_version)
+
+    def commit_plain(self, work: PlainWork, *, policy_version: int) -> Committed:
+        """Take what a plain round chose. Sequences that begin, may have ended or are watched get their tokens
+        now; the others when they must (``PlainBatch``), or once in ``emit_s`` at the latest.
+
+        Raises ``NoProgressError`` as ``commit`` does.
+        """
+        plain, batch = self._scheduler.plain, work.batch
+        keys, contexts = plain.keys(batch), plain.context_tokens(batch)
+        committed, finished = array("b", b"\x01" * batch), array("b", bytes(batch))
+        out, now_s = Committed(), time.monotonic()
+        self._prompts_computed(work.chunks, policy_version)
+        begun = range(batch, plain.size)
+        rows = plain.advance(policy_version)
+        if begun:
+            rows = sorted({*rows, *begun})
+        for row, sequence in [(row, plain.sequences[row]) for row in rows]:
+            chosen = plain.finite(sequence)
+            if row in begun:
+                self._scheduler.begin_decoding(sequence, now_s)
+                out.prefill_tokens += chosen
+            reason = self._give(sequence, out, begins=row in begun)
+            if row < batch:
+                committed[row], finished[row] = chosen, reason is not None
+        out.sequences = PlainOutcomes(keys, contexts, committed, finished)
+        if plain.overdue or now_s - self._emitted_s >= self._emit_s:
+            plain.settle()
+            self._emitted_s = now_s
+            for sequence in plain.sequences:
+                self._announce(sequence, out)
+        if batch and not (any(committed) or out.completions):
+            raise NoProgressError(f"a round of {batch} decoding sequences committed nothing")
+        return out
+
+    def _give(self, sequence: LiveSequence, out: Committed, *, begins: bool) -> FinishReason | None:
+        """Give a sequence of a plain round its tokens and end it if it is over; return why."""
+        plain, error = self._scheduler.plain, None
+        chosen = plain.finite(sequence)
+        reason = plain.give(sequence, detokenizer=self._detokenizer, prompt_ended=begins)
+        if not chosen:
+            reason, error = "failed", _not_finite(sequence)
+        assert reason or begins or sequence.watched, "what may have ended has, or the screen is wrong"
+        self._announce(sequence, out)
+        if reason is not None:
+            out.completions.append(self._finish(sequence, reason, error))
+        return reason
 
     def _commit_decoded(
         self,
@@ -79,7 +134,7 @@ class Committer:
         policy_version: int,
         *,
         in_lanes: bool,
-    ) -> None:
+    ) -> SequenceOutcome:
         drafts = len(work.drafts_of(sequence).tokens) if work.drafted else 0
         drafter = work.assignments[sequence.key].drafter if drafts or in_lanes else AR
         context, accepted_before = len(sequence.tokens), sequence.accepted
@@ -87,19 +142,17 @@ class Committer:
         sequence.drafted += drafts
         sequence.verified_rows += 1 + drafts
         committed = self._commit_tokens(sequence, verdict, drafter, out, policy_version)
-        out.sequences.append(
-            # In the order of the fields, here and below: naming them costs as much again.
-            SequenceOutcome(
-                sequence.key,
-                drafter,
-                drafts,
-                sequence.accepted - accepted_before,
-                committed,
-                context,
-                committed < len(verdict.tokens),
-                sequence.phase is Phase.OVER,
-                in_lanes,
-            )
+        # In the order of the fields: naming them costs as much again.
+        return SequenceOutcome(
+            sequence.key,
+            drafter,
+            drafts,
+            sequence.accepted - accepted_before,
+            committed,
+            context,
+            committed < len(verdict.tokens),
+            sequence.phase is Phase.OVER,
+            in_lanes,
         )
 
     def _commit_tokens(
@@ -111,8 +164,7 @@ class Committer:
         error: Exception | None = None
         for choice, origin in verdict.tokens:
             if not choice.finite:
-                reason = "failed"
-                error = NumericError(f"the policy's logits at position {len(sequence.tokens)} are not finite")
+                reason, error = "failed", _not_finite(sequence)
                 break
             reason = commit_token(
                 sequence,
@@ -129,17 +181,23 @@ class Committer:
             sequence.accepted += [origin for _, origin in verdict.tokens[:committed]].count("accepted")
         if committed:
             sequence.frontier = len(sequence.tokens) - 1
-            self._announce(sequence, committed, out, finished=reason in ("stop", "length"))
+            self._announce(sequence, out)
         if reason is not None:
-            out.completions.append(self.end(sequence, reason, error))
+            out.completions.append(self._finish(sequence, reason, error))
         return committed
 
-    def _announce(self, sequence: LiveSequence, committed: int, out: Committed, *, finished: bool) -> None:
-        request, records = sequence.request, sequence.records
-        first = len(records) - committed
-        out.emissions.append(Emission(request.key, request.attempt, first, records[first:]))
-        if finished:
+    def _announce(self, sequence: LiveSequence, out: Committed) -> None:
+        """Emit what was not emitted yet."""
+        request, records, first = sequence.request, sequence.records, sequence.told
+        if first < len(records):
+            out.emissions.append(Emission(request.key, request.attempt, first, records[first:]))
+            sequence.told = len(records)
+
+    def _finish(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
+        """End a sequence by what a round came to."""
+        if reason in ("stop", "length"):
             self._drafting.finished(draft_request(sequence, 0))
+        return self.end(sequence, reason, error)
 
     def end(self, sequence: LiveSequence, reason: FinishReason, error: Exception | None) -> Completion:
         """Take a sequence out of the engine and return how it ended."""
@@ -154,3 +212,7 @@ class Committer:
             drafter_versions=self._drafting.versions(),
             now_s=time.monotonic(),
         )
+
+
+def _not_finite(sequence: LiveSequence) -> NumericError:
+    return NumericError(f"the policy's logits at position {len(sequence.tokens)} are not finite")

@@ -27,7 +27,7 @@ from drafters.wavefront import WAVEFRONT
 from rollout.config import EngineConfig
 from rollout.engine.native.choosing import forward_chooser
 from rollout.engine.native.commit import Detokenizer
-from rollout.engine.native.committer import Committer
+from rollout.engine.native.committer import Committed, Committer
 from rollout.engine.native.decoder import Decoder
 from rollout.engine.native.depths import forward_from, standing_of
 from rollout.engine.native.door import admit_request
@@ -40,7 +40,8 @@ from rollout.engine.native.lanes.wavefront import Wavefront
 from rollout.engine.native.memory import EngineMemory
 from rollout.engine.native.numerics import fingerprint
 from rollout.engine.native.pages import PagePool, pages_for
-from rollout.engine.native.pass_clock import PassClock, TimedChooser
+from rollout.engine.native.pass_clock import NOTHING_RUN, PassClock, TimedChooser
+from rollout.engine.native.plain_round import PlainWork, choose_plain, reserve_plain
 from rollout.engine.native.rows import RowBatch, RowMemory
 from rollout.engine.native.scheduler import Scheduler
 from rollout.engine.native.sequence import LiveSequence, Phase
@@ -123,6 +124,7 @@ class NativeEngine:
             detokenizer=detokenizer,
             host=host,
             fingerprint=lambda: self.fingerprint,
+            emit_s=config.emit_s,
         )
         self._stage: WeightStage | None = None
         self._checked_state: Mapping[str, Tensor] | None = None
@@ -191,36 +193,35 @@ class NativeEngine:
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        return bool(self._scheduler.waiting or self._scheduler.running_count)
 
     @property
     def running(self) -> int:
         """Sequences under way: those that hold KV, preempted ones, and resumed ones that wait."""
-        return len(self._scheduler.under_way)
+        return self._scheduler.under_way_count
 
     def load(self, *, look_up: LookUp = always) -> RoundLoad:
         """Admit what fits and say what the next round will decode."""
-        self._scheduler.admit(self.policy_version, time.monotonic())
-        decoding = self._scheduler.decoding()
-        load = self._load_of(decoding, [NOTHING_READY] * len(decoding))
-        if not decoding or not self._drafting.any_enabled or not look_up(load):
+        scheduler = self._scheduler
+        scheduler.admit(self.policy_version, time.monotonic())
+        count = scheduler.decoding_count
+        if scheduler.plain.size == count:
+            load = self._load_of(scheduler.plain.loads())
+        else:
+            load = self._load_of(_loads(scheduler.decoding(), [NOTHING_READY] * count))
+        if not count or not self._drafting.any_enabled or not look_up(load):
             return load
+        decoding = scheduler.decoding()
         useful = [draft_request(s, max(0, s.remaining_tokens - 1)) for s in decoding]
-        return self._load_of(decoding, self._drafting.ready(useful))
+        return self._load_of(_loads(decoding, self._drafting.ready(useful)))
 
-    def _load_of(self, decoding: Sequence[LiveSequence], ready: Sequence[Mapping[str, int]]) -> RoundLoad:
+    def _load_of(self, sequences: Sequence[SequenceLoad]) -> RoundLoad:
         chunks = self._scheduler.chunks(self._config.prefill_chunk_tokens)
         return RoundLoad(
             round_index=self._round_index,
             policy_version=self.policy_version,
-            sequences=tuple(
-                [
-                    # In the order of the fields: naming them costs as much again.
-                    SequenceLoad(s.key, len(s.tokens), s.new_tokens, s.remaining_tokens, told)
-                    for s, told in zip(decoding, ready, strict=True)
-                ]
-            ),
-            prefill_tokens=sum(c.end - c.start for c in chunks),
+            sequences=sequences,
+            prefill_tokens=sum([c.end - c.start for c in chunks]),
             waiting=len(self._scheduler.waiting),
         )
 
@@ -230,6 +231,39 @@ class NativeEngine:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
         started = time.perf_counter()
         self._clock.take()  # whatever a round that failed left behind
+        plain = self._choosing is not None and not plan.assignments
+        work, committed, times = self._plain_round(started) if plain else self._mixed_round(plan, started)
+        facts = round_facts(
+            work, committed, times, round_index=self._round_index, policy_version=self.policy_version
+        )
+        self._round_index += 1
+        return RoundOutcome(
+            facts=facts, emissions=tuple(committed.emissions), completions=tuple(committed.completions)
+        )
+
+    def _plain_round(self, started_s: float) -> tuple[PlainWork, Committed, RoundTimes]:
+        """Decode plainly, by column."""
+        assert self._choosing is not None
+        self._wavefront.clear()
+        work = reserve_plain(self._scheduler, chunk_tokens=self._config.prefill_chunk_tokens)
+        reserved = time.perf_counter()
+        choose_plain(work, self._scheduler.plain, self._row_memory, self._choosing, self._state.storage)
+        policy_pass = self._clock.take()
+        chosen = time.perf_counter()
+        committed = self._committer.commit_plain(work, policy_version=self.policy_version)
+        times = RoundTimes(
+            started_s=started_s,
+            drafted_s=reserved,
+            verified_s=chosen,
+            done_s=time.perf_counter(),
+            draft_pass=NOTHING_RUN,
+            policy_pass=policy_pass,
+        )
+        return work, committed, times
+
+    def _mixed_round(self, plan: RoundPlan, started_s: float) -> tuple[Work, Committed, RoundTimes]:
+        """Draft, verify and commit as planned, sequence by sequence."""
+        self._scheduler.plain.clear()
         chunk_tokens = self._config.prefill_chunk_tokens
         work = reserve_work(self._scheduler, plan, self._wavefront, chunk_tokens=chunk_tokens)
         try:
@@ -244,22 +278,15 @@ class NativeEngine:
         verified = time.perf_counter()
         committed = self._committer.commit(work, verdicts, policy_version=self.policy_version)
         self._wavefront.drop(o.key for o in committed.sequences if o.finished)
-        done = time.perf_counter()
         times = RoundTimes(
-            started_s=started,
+            started_s=started_s,
             drafted_s=drafted,
             verified_s=verified,
-            done_s=done,
+            done_s=time.perf_counter(),
             draft_pass=draft_pass,
             policy_pass=policy_pass,
         )
-        facts = round_facts(
-            work, committed, times, round_index=self._round_index, policy_version=self.policy_version
-        )
-        self._round_index += 1
-        return RoundOutcome(
-            facts=facts, emissions=tuple(committed.emissions), completions=tuple(committed.completions)
-        )
+        return work, committed, times
 
     def _verdicts(self, work: Work) -> list[Verdict]:
         """Judge prompt chunks, last tokens and drafts, computed as far as no draft has computed them already.
@@ -416,7 +443,7 @@ class NativeEngine:
         scheduler = self._scheduler
         return {
             "engine/policy_version": float(self.policy_version),
-            "engine/running": float(len(scheduler.running)),
+            "engine/running": float(scheduler.running_count),
             "engine/waiting": float(len(scheduler.waiting)),
             "engine/kv_pages_used": float(scheduler.pool.total - scheduler.pool.free),
             "engine/kv_pages_total": float(scheduler.pool.total),
@@ -432,7 +459,9 @@ class NativeEngine:
 
     def time_forward(self, part: str, *, rows: int, context_tokens: int, sequences: int = 0) -> float:
         """Return the seconds of one forward of the policy or of a drafter that runs a model."""
-        assert not self._scheduler.running, "time_forward only when idle: it borrows pages and processor time"
+        assert not self._scheduler.running_count, (
+            "time_forward only when idle: it borrows pages and processor time"
+        )
         run: Callable[[RowBatch], float] | None = None
         if part == WAVEFRONT and part in self._drafting.slots:
             run = self._wavefront.time_pass
@@ -483,3 +512,13 @@ class NativeEngine:
             self._scheduler.remove(sequence)
         self._wavefront.clear()
         self._scheduler.prefix.clear()
+
+
+def _loads(decoding: Sequence[LiveSequence], ready: Sequence[Mapping[str, int]]) -> tuple[SequenceLoad, ...]:
+    return tuple(
+        [
+            # In the order of the fields: naming them costs as much again.
+            SequenceLoad(s.key, len(s.tokens), s.new_tokens, s.remaining_tokens, told)
+            for s, told in zip(decoding, ready, strict=True)
+        ]
+    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from controller.types import PassSeconds, RoundFacts
 from rollout.engine.native.committer import Committed
+from rollout.engine.native.plain_round import PlainWork
 from rollout.engine.native.work import Work
 
 
@@ -20,7 +21,7 @@ class RoundTimes:
 
 
 def round_facts(
-    work: Work, committed: Committed, times: RoundTimes, *, round_index: int, policy_version: int
+    work: Work | PlainWork, committed: Committed, times: RoundTimes, *, round_index: int, policy_version: int
 ) -> RoundFacts:
     """Return the facts the controller and the journal get."""
     return RoundFacts(
@@ -35,7 +36,7 @@ def round_facts(
         commit_s=times.done_s - times.verified_s,
         total_s=times.done_s - times.started_s,
         drafts=tuple(work.costs),
-        outcomes=tuple(committed.sequences),
+        outcomes=committed.sequences,
         prefill_committed=committed.prefill_tokens,
         policy_pass=times.policy_pass,
         draft_pass=times.draft_pass if times.draft_pass.forward_s else None,

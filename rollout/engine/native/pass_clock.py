@@ -17,6 +17,9 @@ from rollout.engine.native.decoder import Decoder, ForwardResult, KVStorage
 from rollout.engine.native.rows import RowBatch
 from rollout.engine.target import Choice, Chooser, TargetRow
 
+NOTHING_RUN = PassSeconds(forward_s=0.0, choose_s=0.0)
+"""What no forward took."""
+
 
 class PassClock:
     """Adds up seconds until they are taken. An engine has one, and its drafters' forwards run on it too."""

@@ -67,6 +67,54 @@ class _Column:
         return view
 
 
+class RowColumns:
+    """Rows that stay where they stand from round to round, each with a head: one a sequence.
+
+    Of what is not counted as a row nothing means anything.
+    """
+
+    def __init__(self, capacity: int, page_table_SP: NDArray[np.int32]) -> None:
+        self._columns = np.zeros((4, capacity), np.int32)
+        self._columns[3] = np.arange(capacity)
+        self._tokens, self._positions, self._tables, _ = self._columns
+        self._tensor = torch.from_numpy(self._columns)
+        self._page_table_SP = torch.from_numpy(page_table_SP)
+        self._batches: dict[int, RowBatch] = {}
+        """By rows, all of the same memory."""
+
+    def put(self, row: int, *, token: int, position: int, table: int) -> None:
+        """Write a row."""
+        self._columns[:3, row] = token, position, table
+
+    def move(self, rows: slice, to: slice) -> None:
+        """Write rows elsewhere."""
+        self._columns[:3, to] = self._columns[:3, rows]
+
+    def advance(self, tokens: NDArray[np.int32]) -> None:
+        """Go on with the first rows: they hold these tokens, each a position further on."""
+        rows = len(tokens)
+        self._tokens[:rows] = tokens
+        self._positions[:rows] += 1
+
+    def numbers(self, rows: int) -> tuple[list[int], list[int], list[int]]:
+        """Return tokens, positions and rows of the page table of the first rows."""
+        return self._tokens[:rows].tolist(), self._positions[:rows].tolist(), self._tables[:rows].tolist()
+
+    def batch(self, rows: int) -> RowBatch:
+        """Return the first rows; it goes on with them."""
+        batch = self._batches.get(rows)
+        if batch is None:
+            tokens, positions, tables, heads = self._tensor[:, :rows]
+            batch = self._batches[rows] = RowBatch(
+                token_ids_M=tokens,
+                positions_M=positions,
+                table_M=tables,
+                page_table_SP=self._page_table_SP,
+                head_rows_R=heads,
+            )
+        return batch
+
+
 class RowMemory:
     """The memory of a round's rows, used again by the next round, and the page table they read."""
 

@@ -1,8 +1,9 @@
-"""Who runs: admission, page reservation, prompt chunks, preemption. No torch, no logits.
+"""Who runs: admission, page reservation, prompt chunks, preemption. No logits.
 
-A sequence that loses its pages goes back to waiting with every committed token and computes its KV
-again; in exact numerics its text is the same. Room for a round is taken before anything is drafted,
-so no sequence is ever preempted between draft and verification.
+Whoever asks for running sequences gets them with all their tokens: those that decode plainly are given
+theirs first (``plain_batch.py``). A sequence that loses its pages goes back to waiting with every committed
+token and computes its KV again; in exact numerics its text is the same. Room for a round is taken before
+anything is drafted, so no sequence is ever preempted between draft and verification.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engine.native.pages import PagePool, PrefixIndex, pages_for
+from rollout.engine.native.plain_batch import PlainBatch
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.sequence import LiveSequence, Phase
 from rollout.engine.native.waiting import WaitingLine
@@ -34,17 +36,26 @@ class Scheduler:
     """Owns the waiting line, the running set and the page table."""
 
     def __init__(
-        self, *, max_batch: int, max_pages_per_sequence: int, pool: PagePool, prefix_cache: bool
+        self,
+        *,
+        max_batch: int,
+        max_pages_per_sequence: int,
+        pool: PagePool,
+        prefix_cache: bool,
     ) -> None:
         self.pool = pool
         self.prefix = PrefixIndex(pool)
         self.prefix_cache = prefix_cache
         self.waiting = WaitingLine()
         self._begun = WaitingLine()  # those of the waiting that are under way
-        self.running: dict[int, LiveSequence] = {}
+        self._running: dict[int, LiveSequence] = {}
+        self._prefilling: dict[int, LiveSequence] = {}
         self._live: dict[tuple[str, int], LiveSequence] = {}  # by the caller's key
         self.page_table: NDArray[np.int32] = np.zeros((max_batch, max_pages_per_sequence), np.int32)
         self.page_table_address = self.page_table.ctypes.data
+        self.plain = PlainBatch(capacity=max_batch, page_table_SP=self.page_table)
+        """The sequences that decoded plainly in the last round."""
+
         self.admitting = True
         self.preemptions = 0
         self._free_slots = list(range(max_batch - 1, -1, -1))
@@ -56,8 +67,25 @@ class Scheduler:
         if sequence.under_way:
             self._begun.append(sequence)
 
+    @property
+    def running(self) -> dict[int, LiveSequence]:
+        """The sequences that hold pages, by key, in order of admission."""
+        self.plain.settle()
+        return self._running
+
+    @property
+    def running_count(self) -> int:
+        """How many there are."""
+        return len(self._running)
+
+    @property
+    def decoding_count(self) -> int:
+        """How many of them decode."""
+        return len(self._running) - len(self._prefilling)
+
     def find(self, key: tuple[str, int]) -> LiveSequence | None:
         """Return the live sequence a caller knows by ``key``."""
+        self.plain.settle()
         return self._live.get(key)
 
     @property
@@ -65,9 +93,21 @@ class Scheduler:
         """Sequences whose text has begun, preempted and resumed ones included."""
         return [*self.running.values(), *self._begun]
 
+    @property
+    def under_way_count(self) -> int:
+        """How many there are."""
+        return len(self._running) + len(self._begun)
+
     def decoding(self) -> list[LiveSequence]:
         """Return the sequences that decode, in order of admission."""
         return [s for s in self.running.values() if s.phase is Phase.DECODE]
+
+    def begin_decoding(self, sequence: LiveSequence, now_s: float) -> None:
+        """Note that a sequence's prompt is computed, and its next token chosen."""
+        sequence.phase = Phase.DECODE
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+        del self._prefilling[sequence.key]
 
     def admit(self, version: int, now_s: float) -> None:
         """Move waiting sequences to the running set while slots and pages allow.
@@ -94,7 +134,7 @@ class Scheduler:
         """Return the prompts with pages that are worth waiting for."""
         if not self.prefix_cache:
             return set()
-        return {s.prompt_bytes for s in self.running.values() if _writes_for_others(s)}
+        return {s.prompt_bytes for s in self._prefilling.values() if _writes_for_others(s)}
 
     def _stop_waiting(self, sequence: LiveSequence) -> None:
         self.waiting.remove(sequence)
@@ -106,7 +146,7 @@ class Scheduler:
         sequence.pages, sequence.kv_version = shared, version
         sequence.frontier = len(shared) * PAGE_TOKENS
         need = pages_for(len(sequence.tokens) + 1) - len(shared)
-        running_alone = not self.running
+        running_alone = not self._running
         if not self._take(sequence, need, may_preempt=False):
             assert not running_alone, "requests larger than the pool are refused at the door"
             self.pool.release(sequence.pages)
@@ -117,7 +157,7 @@ class Scheduler:
         sequence.phase = Phase.PREFILL
         if sequence.admitted_s is None:
             sequence.admitted_s = now_s
-        self.running[sequence.key] = sequence
+        self._running[sequence.key] = self._prefilling[sequence.key] = sequence
         return True
 
     def reserve(self, sequence: LiveSequence, tokens: int, *, may_preempt: bool) -> bool:
@@ -143,7 +183,7 @@ class Scheduler:
 
     def _victim(self, asking: LiveSequence) -> LiveSequence | None:
         """Return the youngest running sequence that came after ``asking``: the eldest always advances."""
-        younger = [s for s in self.running.values() if s.key > asking.key and s.pages]
+        younger = [s for s in self._running.values() if s.key > asking.key and s.pages]
         return max(younger, key=lambda s: s.key, default=None)
 
     def preempt(self, sequence: LiveSequence) -> None:
@@ -158,9 +198,9 @@ class Scheduler:
     def chunks(self, budget_tokens: int) -> list[PromptChunk]:
         """Return the prompt rows of the next round, eldest first, within the budget."""
         out: list[PromptChunk] = []
-        for sequence in self.running.values():
-            if sequence.phase is not Phase.PREFILL or budget_tokens <= 0:
-                continue
+        for sequence in self._prefilling.values():
+            if budget_tokens <= 0:
+                break
             end = min(len(sequence.tokens), sequence.frontier + budget_tokens)
             out.append(PromptChunk(sequence=sequence, start=sequence.frontier, end=end))
             budget_tokens -= end - sequence.frontier
@@ -186,12 +226,14 @@ class Scheduler:
         sequence.phase = Phase.OVER
 
     def _leave(self, sequence: LiveSequence) -> None:
+        self.plain.leave(sequence)
         self.pool.release(sequence.pages)
         sequence.pages, sequence.frontier = [], 0
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
-        self.running.pop(sequence.key, None)
+        self._running.pop(sequence.key, None)
+        self._prefilling.pop(sequence.key, None)
 
 
 def _writes_for_others(sequence: LiveSequence) -> bool:

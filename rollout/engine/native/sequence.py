@@ -54,6 +54,9 @@ class LiveSequence:
 
     output_counts: Counter[int] = field(default_factory=Counter)
     prompt_set: frozenset[int] = frozenset()
+    told: int = 0
+    """Tokens of ``records`` that were emitted."""
+
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -78,11 +81,15 @@ class LiveSequence:
     edits_logits: bool = field(init=False)
     """Whether its target distribution is ever more than its logits, temperature and filters."""
 
+    watched: bool = field(init=False)
+    """Whether each token must be looked at before the next: it edits logits, or its text may end it."""
+
     def __post_init__(self) -> None:
         params = self.params = self.request.params
         self.prompt_tokens = len(self.request.prompt_ids)
         self.prompt_bytes = array("i", self.request.prompt_ids).tobytes()
         self.edits_logits = bool(params.min_tokens or params.logit_bias or params.has_penalties)
+        self.watched = self.edits_logits or bool(params.stop)
 
     @property
     def under_way(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from rollout.engine.native.pages import PagePool, PrefixIndex, pages_for
 from rollout.engine.native.rows import PAGE_TOKENS
 from rollout.engine.native.scheduler import Scheduler
-from rollout.engine.native.sequence import LiveSequence, Phase
+from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.native.waiting import WaitingLine
 from rollout.types import Request, SamplingParams
 
@@ -48,7 +48,7 @@ def _scheduler(*, max_batch: int = 4, pages: int = 64, prefix_cache: bool = True
 def _finish_prefill(scheduler: Scheduler, sequence: LiveSequence) -> None:
     sequence.frontier = len(sequence.tokens)
     scheduler.publish(sequence, VERSION)
-    sequence.phase = Phase.DECODE
+    scheduler.begin_decoding(sequence, 0.0)
 
 
 def _keys(sequences: Iterable["LiveSequence | _Sample"]) -> list[int]:

@@ -13,6 +13,7 @@ from rollout.bench.cell import Cell
 from rollout.bench.pairing import Claim, PairedRatio
 from rollout.bench.schedule import measure
 from rollout.calibration.measure import calibrate
+from rollout.config import EngineConfig
 from rollout.engine.native.engine import NativeEngine
 from rollout.testing import tiny_policy
 from rollout.testing_native import tiny_engine
@@ -32,7 +33,8 @@ SHORT = replace(WORK, prompts=WORK.prompts[:2], max_tokens=(5, 2))
 
 def small_engine() -> NativeEngine:
     drafters = [build(name, DrafterConfig()) for name in DRAFTERS]
-    return tiny_engine(tiny_policy(seed=0), drafters, compiled=True)
+    config = EngineConfig(max_batch=8, max_context_tokens=128, emit_s=0.0)
+    return tiny_engine(tiny_policy(seed=0), drafters, compiled=True, config=config)
 
 
 @pytest.fixture(scope="module")

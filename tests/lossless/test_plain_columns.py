@@ -1,0 +1,168 @@
+"""Plain rounds by column against the same rounds sequence by sequence, whatever happens between them."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from controller.types import PlainOutcomes, RoundFacts, RoundLoad, RoundPlan
+from drafters.testing import ScriptedDrafter
+from rollout.config import EngineConfig
+from rollout.engine.native.engine import NativeEngine
+from rollout.engine.native.plain_batch import MOST_ROUNDS
+from rollout.engine.protocol import RoundOutcome
+from rollout.policy.weights import manifest
+from rollout.testing import TinyPolicy, tiny_policy
+from rollout.testing_native import (
+    MIXED_PARAMS,
+    Planner,
+    ar_plan,
+    assert_holds_nothing,
+    random_plan,
+    requests_for,
+    tiny_engine,
+)
+from rollout.tokens import TokenRecord
+from rollout.types import Completion, Request, SamplingParams
+
+pytestmark = pytest.mark.lossless
+
+STOPPING = (
+    SamplingParams(max_tokens=40, stop=("a", "be")),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=33, temperature=0.9, stop_ids=tuple(range(3, 9))),
+    SamplingParams(max_tokens=MOST_ROUNDS + 20, ignore_eos=True),
+)
+"""Ends by text, at once, by one of many ids, and after more rounds than are kept."""
+
+
+def _engine(policy: TinyPolicy, *, by_column: bool, **config: Any) -> NativeEngine:
+    settings = {"max_batch": 6, "max_context_tokens": 128, "prefill_chunk_tokens": 24, **config}
+    drafter = ScriptedDrafter(script=lambda r: [r.tokens[-1]] * r.gamma)
+    engine = tiny_engine(policy, [drafter], compiled=True, config=EngineConfig(**settings))
+    if not by_column:
+        engine._choosing = None  # what a decoder leaves it at that only Python can ask
+    return engine
+
+
+def _facts(load: RoundLoad, facts: RoundFacts) -> tuple[Any, ...]:
+    """Return all of a round but its times, in an order of its own."""
+    return (
+        sorted(load.sequences),
+        load.prefill_tokens,
+        load.waiting,
+        facts.batch,
+        facts.prefill_rows,
+        facts.verify_rows,
+        facts.context_tokens,
+        facts.prefill_committed,
+        facts.committed,
+        sorted(facts.outcomes),
+        sorted(facts.telling),
+    )
+
+
+def _ending(completion: Completion) -> dict[str, Any]:
+    """Return all of a completion but its times."""
+    provenance = completion.provenance
+    assert provenance is not None
+    timeless = replace(provenance, queued_s=0.0, prefill_s=0.0, decode_s=0.0, fingerprint="")
+    return {**asdict(replace(completion, provenance=timeless)), "tokens": list(completion.tokens)}
+
+
+class _Life:
+    """One engine's rounds, what they told and how everything ended."""
+
+    def __init__(self, engine: NativeEngine, planner: Planner) -> None:
+        self.engine, self._planner = engine, planner
+        self.facts: list[tuple[Any, ...]] = []
+        self.endings: dict[tuple[str, int], dict[str, Any]] = {}
+        self.streams: dict[tuple[str, int], list[TokenRecord]] = {}
+        self.by_column = 0
+
+    def round(self) -> RoundOutcome:
+        load = self.engine.load()
+        outcome = self.engine.run_round(self._planner(load))
+        self.facts.append(_facts(load, outcome.facts))
+        self.by_column += isinstance(outcome.facts.outcomes, PlainOutcomes)
+        for emission in outcome.emissions:
+            stream = self.streams.setdefault(emission.key, [])
+            assert emission.first_index == len(stream), "nothing twice, nothing left out"
+            stream += emission.tokens
+        for completion in outcome.completions:
+            self.end(completion)
+            assert self.streams.get((completion.prompt_uid, completion.sample_index), []) == list(
+                completion.tokens
+            ), "a round that ends a sequence tells all of it"
+        return outcome
+
+    def end(self, completion: Completion | None) -> None:
+        if completion is not None:
+            key = (completion.prompt_uid, completion.sample_index)
+            assert key not in self.endings
+            self.endings[key] = _ending(completion)
+            told = self.streams.get(key, [])
+            assert told == list(completion.tokens[: len(told)])
+
+
+def _mostly_plain(seed: int) -> Planner:
+    """Return a planner whose rounds come in runs: plain ones, and a few in which some draft."""
+    rng, drafting = random.Random(seed), random_plan(["scripted"], max_gamma=3, seed=seed)
+
+    def plan(load: RoundLoad) -> RoundPlan:
+        return drafting(load) if rng.random() < 0.15 else ar_plan(load)
+
+    return plan
+
+
+def _events(life: _Life, requests: Sequence[Request], policy: TinyPolicy, seed: int) -> Iterator[None]:
+    """Run a life: requests come a few at a time, some are aborted, weights change, memory is given back."""
+    rng, engine = random.Random(seed), life.engine
+    waiting, version = list(requests), 0
+    while waiting or engine.busy:
+        if waiting and rng.random() < 0.4:
+            engine.add(waiting.pop(0))
+        if rng.random() < 0.03:
+            life.end(engine.abort(rng.choice(requests).key))
+        if rng.random() < 0.03:
+            version += 1
+            mode = rng.choice(["keep", "recompute"])
+            engine.begin_update(manifest(policy.state, version), in_flight=mode)
+            engine.stage(policy.state.items())
+            engine.check_update()
+            engine.settle_running()
+            engine.commit_update()
+        if rng.random() < 0.02:
+            engine.sleep()
+            engine.wake()
+        if engine.busy:
+            life.round()
+        yield
+
+
+@pytest.mark.parametrize("emit_s", [0.0, 1e9])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_columns_leave_what_sequences_leave(seed: int, emit_s: float) -> None:
+    policy = tiny_policy(seed=seed)
+    requests = requests_for(
+        vocab=policy.spec.vocab_size, prompts=12, samples=2, seed=seed, params=MIXED_PARAMS + STOPPING
+    )
+    lives = [
+        _Life(
+            _engine(policy, by_column=by_column, emit_s=emit_s, kv_tokens=320),
+            _mostly_plain(seed),
+        )
+        for by_column in (True, False)
+    ]
+    for _ in zip(*(_events(life, requests, policy, seed) for life in lives), strict=True):
+        columns, sequences = lives
+        assert columns.facts[-1:] == sequences.facts[-1:]
+    assert columns.by_column > len(columns.facts) / 3
+    assert not sequences.by_column
+    assert columns.endings == sequences.endings
+    assert {e["finish_reason"] for e in columns.endings.values()} >= {"stop", "length"}
+    assert any(e["provenance"]["preemptions"] for e in columns.endings.values())
+    for life in lives:
+        assert_holds_nothing(life.engine)
