@@ -70,13 +70,14 @@ class CallRecorder(CompiledDecoder):
 
     def run_choosing(self, call: abi.ChoosingStruct, batch: RowBatch, kv: KVStorage) -> ForwardSeconds:
         """Run a round's forward; keep the last states, unless rows ended without one."""
+        # Before the call: rows of a plain round move on in it.
+        places, tokens = places_of(batch), batch.token_ids_M.tolist()
         seconds = super().run_choosing(call, batch, kv)
-        places = places_of(batch)
         if call.forward.head_rows == batch.rows:
             width = self.spec.hidden_size
             states = floats_at(call.forward.hidden, batch.rows * width).view(-1, width)
             self.kept.keep_states(places, [self.spec.loops - 1] * batch.rows, states)
-        for place, token in zip(places, batch.token_ids_M.tolist(), strict=True):
+        for place, token in zip(places, tokens, strict=True):
             self._keep_token(call.forward, place, token)
         return seconds
 

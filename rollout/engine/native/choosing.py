@@ -7,6 +7,7 @@ after it.
 Shapes: M rows, N states.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -49,7 +50,7 @@ class ForwardChooser:
         call = self._call
         self._rows.fill(rows)
         call.choose = self._rows.call
-        call.depths = None
+        call.depths = call.plain = None
         if standing is not None:
             spec, states_ND = self._decoder.spec, standing.states_ND
             if states_ND is not self._states_ND:
@@ -63,14 +64,17 @@ class ForwardChooser:
         self._run(batch, kv)
         return self._rows.choices()
 
-    def choose_into(self, choice: CallStruct, batch: RowBatch, kv: KVStorage) -> None:
-        """Choose as ``choice`` says, a row of it per head row; it says where the choices go.
+    def choose_plainly(
+        self, choice: CallStruct, columns: abi.PlainStruct, batch: RowBatch, kv: KVStorage
+    ) -> None:
+        """Choose as ``choice`` says, a row of it and of ``columns`` per head row, and move the columns on.
 
         Raises ``ValueError`` as ``Decoder.forward`` does.
         """
         if choice.rows != batch.head_rows_R.shape[0]:
             raise ValueError(f"{batch.head_rows_R.shape[0]} head rows, and choices of {choice.rows}")
-        self._call.choose, self._call.depths = choice, None
+        call = self._call
+        call.choose, call.depths, call.plain = choice, None, ctypes.addressof(columns)
         self._run(batch, kv)
 
     def _run(self, batch: RowBatch, kv: KVStorage) -> None:

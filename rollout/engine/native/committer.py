@@ -86,12 +86,11 @@ class Committer:
         Raises ``NoProgressError`` as ``commit`` does.
         """
         plain, batch = self._scheduler.plain, work.batch
-        keys, contexts = plain.keys(batch), plain.context_tokens(batch)
         committed, finished = array("b", b"\x01" * batch), array("b", bytes(batch))
         out, now_s = Committed(), time.monotonic()
         self._prompts_computed(work.chunks, policy_version)
         begun = range(batch, plain.size)
-        rows = plain.advance(policy_version)
+        rows = plain.advanced(policy_version)
         if begun:
             rows = sorted({*rows, *begun})
         for row, sequence in [(row, plain.sequences[row]) for row in rows]:
@@ -102,7 +101,7 @@ class Committer:
             reason = self._give(sequence, out, begins=row in begun)
             if row < batch:
                 committed[row], finished[row] = chosen, reason is not None
-        out.sequences = PlainOutcomes(keys, contexts, committed, finished)
+        out.sequences = PlainOutcomes(work.keys, work.lengths, committed, finished)
         if plain.overdue or now_s - self._emitted_s >= self._emit_s:
             plain.settle()
             self._emitted_s = now_s

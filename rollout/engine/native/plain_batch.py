@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from controller.types import PlainLoads
 from rollout.engine.chooser_call import CHOOSE, COLUMNS, MASK_64, MAX_TOP_K, CallStruct, add_edits
 from rollout.engine.native.commit import Detokenizer, commit_chosen
+from rollout.engine.native.compiled_forward.kernels.abi import PlainStruct
 from rollout.engine.native.rows import PAGE_TOKENS, RowColumns
 from rollout.engine.native.sequence import LiveSequence
 from rollout.engine.noise import COUPLED_STREAM
@@ -63,7 +64,8 @@ class PlainBatch:
 
         self._ids_KB = np.zeros((MOST_ROUNDS, capacity), np.int32)
         self._logs_KB4 = np.zeros((MOST_ROUNDS, capacity, COLUMNS))
-        self._finite = np.ones(capacity, np.uint8)
+        self._finite, self._watched = np.ones((2, capacity), np.uint8)
+        self._over = np.zeros(capacity, np.int32)
         self._rounds = 0
         """Rounds kept; row b has tokens of those from ``_since[b]`` on."""
 
@@ -72,6 +74,10 @@ class PlainBatch:
 
         self.call = CallStruct(mode=CHOOSE, stream=COUPLED_STREAM)
         """The choice of every row's next token."""
+
+        self.columns = PlainStruct()
+        """What that choice moves on."""
+
         self._edits: list[array[Any]] = []
         self._point()
 
@@ -81,7 +87,16 @@ class PlainBatch:
         # The next token's position is how many there are.
         call.positions, call.finite = self._contexts.ctypes.data, self._finite.ctypes.data
         self._filters = tuple(column.ctypes.data for column in (self._top_k, self._top_p, self._min_p))
+        columns = self.columns
+        columns.tokens, columns.positions = self.forward.addresses
+        columns.contexts, columns.ends = self._contexts.ctypes.data, self._ends.ctypes.data
+        columns.held, columns.over = self._held.ctypes.data, self._over.ctypes.data
+        columns.watched = self._watched.ctypes.data
+        self._point_stops()
         self._ids_address, self._logs_address = self._ids_KB.ctypes.data, self._logs_KB4.ctypes.data
+
+    def _point_stops(self) -> None:
+        self.columns.stops, self.columns.stops_each = self._stops_BW.ctypes.data, self._stops_BW.shape[1]
 
     @property
     def size(self) -> int:
@@ -113,8 +128,10 @@ class PlainBatch:
         self._seeds.view(np.uint64)[row] = sequence.request.seed & MASK_64
         self._reals[:, row] = (params.temperature, params.top_p, params.min_p)
         self._top_k[row] = min(params.top_k, MAX_TOP_K)
+        self.columns.full += length > self._held[row]
         self._put_stops(row, sequence.stop_ids | sequence.eos_ids)
         self._filtered += params.has_filters
+        self._watched[row] = sequence.watched
         self.watched = self.watched or sequence.watched
 
     def _put_stops(self, row: int, stops: Iterable[int]) -> None:
@@ -122,6 +139,7 @@ class PlainBatch:
         missing = len(ids) - self._stops_BW.shape[1]
         if missing > 0:
             self._stops_BW = np.pad(self._stops_BW, ((0, 0), (0, missing)), constant_values=_NO_TOKEN)
+            self._point_stops()
         self._stops_BW[row] = _NO_TOKEN
         self._stops_BW[row, : len(ids)] = ids
 
@@ -136,12 +154,12 @@ class PlainBatch:
         self.forward.move(rest, moved)
         for columns in (self._whole, self._reals, self._ids_KB[: self._rounds]):
             columns[:, moved] = columns[:, rest]
-        for rows in (self._top_k, self._stops_BW, self._finite):
+        for rows in (self._top_k, self._stops_BW, self._finite, self._watched):
             rows[moved] = rows[rest]
         if self._rounds:
             self._logs_KB4[: self._rounds, moved] = self._logs_KB4[: self._rounds, rest]
         self._filtered -= sequence.params.has_filters
-        self.watched = self.watched and any(s.watched for s in self.sequences)
+        self.watched = self.watched and bool(self._watched[: size - 1].any())
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -153,9 +171,10 @@ class PlainBatch:
 
     def full(self) -> list[LiveSequence]:
         """Return the sequences whose pages do not hold their last token."""
-        size = self.size
-        if not (full_B := self._contexts[:size] > self._held[:size]).any():
+        if not self.columns.full:
             return []
+        size = self.size
+        full_B = self._contexts[:size] > self._held[:size]
         return [self.sequences[row] for row in np.flatnonzero(full_B)]
 
     def length(self, sequence: LiveSequence) -> int:
@@ -173,23 +192,21 @@ class PlainBatch:
         size = self.size
         contexts = self._contexts[:size]
         return PlainLoads(
-            self.keys(size),
-            self.context_tokens(size),
+            self.keys,
+            self.lengths,
             _copied(contexts - self._prompts[:size]),
             _copied(self._ends[:size] - contexts),
         )
 
-    def keys(self, rows: int) -> "array[int]":
-        """Return the keys of the first rows."""
-        return _copied(self._keys[:rows])
+    @property
+    def keys(self) -> "array[int]":
+        """The sequences' keys."""
+        return _copied(self._keys[: self.size])
 
-    def context_tokens(self, rows: int) -> "array[int]":
-        """Return how many tokens the first rows have."""
-        return _copied(self._contexts[:rows])
-
-    def read_tokens(self) -> int:
-        """Return how many tokens all rows have together."""
-        return int(self._contexts[: self.size].sum())
+    @property
+    def lengths(self) -> "array[int]":
+        """How many tokens the sequences have."""
+        return _copied(self._contexts[: self.size])
 
     def aim(self, *, vocab_size: int) -> None:
         """Tell ``call`` where the next round's choices go, and what edits their logits.
@@ -198,6 +215,7 @@ class PlainBatch:
         """
         call, at, capacity = self.call, self._rounds, self._ids_KB.shape[1]
         call.rows, call.vocab = self.size, vocab_size
+        self.columns.overs = 0
         call.tokens = self._ids_address + self._ids_KB.itemsize * at * capacity
         call.logprobs = self._logs_address + self._logs_KB4.itemsize * at * capacity * COLUMNS
         call.top_k, call.top_p, call.min_p = self._filters if self._filtered else (None, None, None)
@@ -209,24 +227,15 @@ class PlainBatch:
             }
             self._edits = add_edits(call, {row: t for row, t in targets.items() if needs_edits(t)})
 
-    def advance(self, version: int) -> list[int]:
-        """Take the choices of a round, made by weights of ``version``; return the rows to look at now.
+    def advanced(self, version: int) -> list[int]:
+        """Hear that weights of ``version`` chose each row's token; return the rows to look at now.
 
         Those are the ones that may have ended, and the watched.
         """
-        size = self.size
-        chosen_B, contexts_B = self._ids_KB[self._rounds, :size], self._contexts[:size]
         assert version == self._version or not self._rounds, "rounds of two versions are kept apart"
         self._version = version
         self._rounds += 1
-        contexts_B += 1
-        self.forward.advance(chosen_B)
-        over_B = (chosen_B[:, None] == self._stops_BW[:size]).any(1)
-        over_B |= contexts_B >= self._ends[:size]
-        over_B |= self._finite[:size] == 0
-        if self.watched:
-            over_B |= [s.watched for s in self.sequences]
-        rows: list[int] = np.flatnonzero(over_B).tolist()
+        rows: list[int] = self._over[: self.columns.overs].tolist()
         return rows
 
     def finite(self, sequence: LiveSequence) -> bool:

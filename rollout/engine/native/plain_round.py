@@ -4,6 +4,7 @@ Drafts, verdicts and assignments have no part in it. Prompt chunks have: a seque
 in the round joins the columns before its forward, so that its first token is chosen as all others are.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,14 +22,22 @@ class PlainWork:
     """What a plain round computes: a row of each sequence in the columns, then prompt chunks."""
 
     chunks: Sequence[PromptChunk]
-    batch: int
-    """Sequences that decode: the first rows of the columns. Those after them begin to."""
+    keys: "array[int]"
+    """Of the sequences that decode: the first rows of the columns. Those after them begin to."""
+
+    lengths: "array[int]"
+    """How many tokens those have."""
 
     context_tokens: int
     """Read by all rows."""
 
     costs: list[DraftCost] = field(default_factory=list)
     """None: nothing is drafted."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences that decode."""
+        return len(self.keys)
 
     @property
     def prefill_rows(self) -> int:
@@ -54,23 +63,22 @@ def reserve_plain(scheduler: Scheduler, *, chunk_tokens: int) -> PlainWork:
             plain.holds(sequence)
         else:
             scheduler.preempt(sequence)
-    batch, chunks = plain.size, scheduler.chunks(chunk_tokens)
-    read = plain.read_tokens()
+    keys, lengths, chunks = plain.keys, plain.lengths, scheduler.chunks(chunk_tokens)
+    read = sum(lengths)
     for chunk in chunks:
         read += (chunk.end - chunk.start) * (chunk.start + chunk.end + 1) // 2
         if chunk.completes:
             plain.join(chunk.sequence)
-    return PlainWork(chunks=chunks, batch=batch, context_tokens=read)
+    return PlainWork(chunks=chunks, keys=keys, lengths=lengths, context_tokens=read)
 
 
 def choose_plain(
     work: PlainWork, plain: PlainBatch, memory: RowMemory, choosing: ForwardChooser, storage: KVStorage
 ) -> None:
     """Compute the round's rows and choose a token after each sequence of the columns, into the columns."""
-    if not plain.size and not work.chunks:
-        return
     plain.aim(vocab_size=choosing.vocab_size)
-    choosing.choose_into(plain.call, _rows(work, plain, memory), storage)
+    if plain.size or work.chunks:
+        choosing.choose_plainly(plain.call, plain.columns, _rows(work, plain, memory), storage)
 
 
 def _rows(work: PlainWork, plain: PlainBatch, memory: RowMemory) -> RowBatch:

@@ -90,11 +90,10 @@ class RowColumns:
         """Write rows elsewhere."""
         self._columns[:3, to] = self._columns[:3, rows]
 
-    def advance(self, tokens: NDArray[np.int32]) -> None:
-        """Go on with the first rows: they hold these tokens, each a position further on."""
-        rows = len(tokens)
-        self._tokens[:rows] = tokens
-        self._positions[:rows] += 1
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where tokens and positions stand."""
+        return self._tokens.ctypes.data, self._positions.ctypes.data
 
     def numbers(self, rows: int) -> tuple[list[int], list[int], list[int]]:
         """Return tokens, positions and rows of the page table of the first rows."""

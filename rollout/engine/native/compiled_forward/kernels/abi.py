@@ -134,7 +134,26 @@ class ChoosingStruct(ctypes.Structure):
         ("depths", c_void_p),
         ("numbers", c_void_p),
         ("states", c_void_p),
+        ("plain", c_void_p),
         ("choose_s", c_double),
+    ]
+
+
+class PlainStruct(ctypes.Structure):
+    """``plain::Columns``."""
+
+    _fields_ = [
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("contexts", c_void_p),
+        ("ends", c_void_p),
+        ("held", c_void_p),
+        ("stops", c_void_p),
+        ("watched", c_void_p),
+        ("over", c_void_p),
+        ("stops_each", c_int32),
+        ("overs", c_int32),
+        ("full", c_int32),
     ]
 
 

@@ -1,4 +1,4 @@
-// A forward and the choices from its logits in one call.
+// A forward, the choices from its logits, and what those change in plain decoding, in one call.
 //
 // The choice reads logits that the head wrote. Taking sums of their chunks while those are still near a core would
 // spare one such read: about a tenth of choosing from 64 rows of 49152 logits and nothing at one row, where they
@@ -8,6 +8,7 @@
 
 #include "choose.h"
 #include "decoder.h"
+#include "plain.h"
 #include "standing.h"
 
 namespace choosing {
@@ -20,6 +21,7 @@ struct Call {
   const int32_t* depths;  // (M), loops each row has had; null: every row starts at its token
   const int32_t* numbers; // (M), which of the states is each row's
   const float* states;
+  plain::Columns* plain;  // what the choices move on, a row per head row; null: nothing
   double choose_s;        // out
 };
 
@@ -40,6 +42,7 @@ inline forward::Status run(forward::Decoder& decoder, Call& call) {
   one.row_stride = one.vocab = decoder.vocab();
   one.rows = call.forward.head_rows;
   call.port(one);
+  if (call.plain) plain::advance(*call.plain, one);
   call.choose_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   return status;
 }
