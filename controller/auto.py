@@ -148,7 +148,7 @@ class AutoController(BaseController):
     def _could_pay(self, drafter: str, load: RoundLoad) -> tuple[bool, bool]:
         """Whether a drafter that runs no model would be no slower than plain decoding if all sequences had as
         much to copy as they can use: as copies were found to be accepted, and at best."""
-        batch, read = len(load.sequences), float(sum([s.context_tokens for s in load.sequences]))
+        batch, read = len(load.sequences), float(load.context_tokens)
         gammas = positions_to(min(self._drafters[drafter].max_gamma, self._config.gammas[-1]))
         context = np.asarray(read * (gammas + 1), dtype=np.float64)
         verify_s = self._model.verify_curve_s(

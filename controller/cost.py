@@ -306,7 +306,10 @@ class CostModel:
         """
         rows, forwarded, read, context = load.prefill_tokens, 0, 0.0, 0.0
         by_drafter: dict[str, list[tuple[int, int]]] = {}
-        for s in load.sequences:
+        if not assignments:
+            forwarded, read = len(load.sequences), float(load.context_tokens)
+            rows, context = rows + forwarded, read
+        for s in load.sequences if assignments else ():
             a = assignments.get(s.key)
             gamma = a.gamma if a is not None else 0
             if a is not None and gamma:

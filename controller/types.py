@@ -6,9 +6,9 @@ round was run. None of them holds a tensor, a clock or a handle, so a log of the
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, overload
 
 VerifyMode = Literal["coupled", "block", "token"]
 Numerics = Literal["exact", "fast"]
@@ -132,17 +132,15 @@ class ByColumn(Sequence[Row]):
     """
 
     __slots__ = ()
+    _kind: ClassVar[Callable[..., Any]]
+    """Of the rows."""
 
     @abstractmethod
     def columns(self) -> dict[str, list[Any]]:
         """Return the fields of all rows, by name and in their order."""
 
-    @abstractmethod
-    def _row(self, *fields: Any) -> Row:
-        """Return the row of these fields."""
-
     def __iter__(self) -> Iterator[Row]:
-        return map(self._row, *self.columns().values())
+        return map(self._kind, *self.columns().values())
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -167,7 +165,8 @@ class ByColumn(Sequence[Row]):
 class PlainLoads(ByColumn[SequenceLoad]):
     """Sequences that decode plainly, and had no drafter asked what it has ready for them."""
 
-    __slots__ = ("_context_tokens", "_generated_tokens", "_remaining_tokens", "keys")
+    __slots__ = ("_generated_tokens", "_remaining_tokens", "context_tokens", "keys")
+    _kind = SequenceLoad
 
     def __init__(
         self,
@@ -176,8 +175,7 @@ class PlainLoads(ByColumn[SequenceLoad]):
         generated_tokens: "array[int]",
         remaining_tokens: "array[int]",
     ) -> None:
-        self.keys = keys
-        self._context_tokens = context_tokens
+        self.keys, self.context_tokens = keys, context_tokens
         self._generated_tokens, self._remaining_tokens = generated_tokens, remaining_tokens
 
     def __len__(self) -> int:
@@ -187,14 +185,11 @@ class PlainLoads(ByColumn[SequenceLoad]):
         """See ``ByColumn``."""
         return {
             "key": self.keys.tolist(),
-            "context_tokens": self._context_tokens.tolist(),
+            "context_tokens": self.context_tokens.tolist(),
             "generated_tokens": self._generated_tokens.tolist(),
             "remaining_tokens": self._remaining_tokens.tolist(),
             "history_match_tokens": [NOTHING_READY] * len(self),
         }
-
-    def _row(self, *fields: Any) -> SequenceLoad:
-        return SequenceLoad(*fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +214,13 @@ class RoundLoad:
         return tuple(
             sorted(sequences.keys if isinstance(sequences, PlainLoads) else [s.key for s in sequences])
         )
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all sequences that decode."""
+        if isinstance(self.sequences, PlainLoads):
+            return sum(self.sequences.context_tokens)
+        return sum([s.context_tokens for s in self.sequences])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +293,7 @@ class PlainOutcomes(ByColumn[SequenceOutcome]):
     """What sequences did that decoded plainly: each committed a token, or could not and is over."""
 
     __slots__ = ("_committed", "_context_tokens", "_finished", "_keys")
+    _kind = SequenceOutcome
 
     def __init__(
         self,
@@ -330,9 +333,6 @@ class PlainOutcomes(ByColumn[SequenceOutcome]):
             "finished": [bool(finished) for finished in self._finished],
             "judged_singly": [False] * rows,
         }
-
-    def _row(self, *fields: Any) -> SequenceOutcome:
-        return SequenceOutcome(*fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
