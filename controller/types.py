@@ -258,6 +258,11 @@ class RoundPlan:
     probe: bool = False
     """Whether drafts are only there to keep acceptance observable."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether everybody decodes plainly."""
+        return all(a.gamma == 0 for a in self.assignments.values())
+
     def of(self, key: int) -> Assignment:
         """Return how sequence ``key`` decodes."""
         return self.assignments.get(key, AR_ASSIGNMENT)

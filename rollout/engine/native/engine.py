@@ -231,7 +231,7 @@ class NativeEngine:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
         started = time.perf_counter()
         self._clock.take()  # whatever a round that failed left behind
-        plain = self._choosing is not None and not plan.assignments
+        plain = self._choosing is not None and plan.plain
         work, committed, times = self._plain_round(started) if plain else self._mixed_round(plan, started)
         facts = round_facts(
             work, committed, times, round_index=self._round_index, policy_version=self.policy_version

@@ -62,7 +62,7 @@ class Work:
 
 def reserve_work(scheduler: Scheduler, plan: RoundPlan, wavefront: Wavefront, *, chunk_tokens: int) -> Work:
     """Take the pages a round needs. Drafts are optional: they give way before anyone is preempted."""
-    if not plan.assignments:
+    if plan.plain:
         return _reserve_plain(scheduler, chunk_tokens=chunk_tokens)
     assignments: dict[int, Assignment] = {}
     lane_passes = _lane_passes(scheduler, plan, wavefront)
