@@ -24,6 +24,7 @@ inline simd::F16 load(const simd::bf16* p) {
   return {_mm512_castsi512_ps(_mm512_inserti64x4(lo, hi, 1))};
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(TAILDRAFT_GENERIC)
   __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  asm("" : "+x"(w));  // or it is loaded once for each half
   __m256i hi = _mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(w, 16)), _mm256_castsi256_ps(hi)};
 #else

@@ -51,6 +51,7 @@ inline F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F16 div(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline void add_product(F16& sum, F16 a, F16 b) { sum = fma(a, b, sum); }
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16 load_bf16(const bf16* p) {
@@ -92,6 +93,12 @@ inline F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(
 inline F16 div(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
 inline F16 fma(F16 a, F16 b, F16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+// sum += a * b. Spelt out, since each sum then keeps its register: where there are about as many sums as registers,
+// compilers write into a factor's instead and copy sums about, and older cores have no place left for a copy.
+inline void add_product(F16& sum, F16 a, F16 b) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum.lo) : "x"(a.lo), "x"(b.lo));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum.hi) : "x"(a.hi), "x"(b.hi));
 }
 inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
@@ -142,6 +149,7 @@ inline F16 sub(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] - b.v[i]); }
 inline F16 mul(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] * b.v[i]); }
 inline F16 div(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] / b.v[i]); }
 inline F16 fma(F16 a, F16 b, F16 c) { TAILDRAFT_EACH(std::fma(a.v[i], b.v[i], c.v[i])); }
+inline void add_product(F16& sum, F16 a, F16 b) { sum = fma(a, b, sum); }
 // x86's rule when an operand is NaN or both are zero: the second one.
 inline F16 max(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F16 min(F16 a, F16 b) { TAILDRAFT_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }

@@ -33,6 +33,15 @@ EACH(lane_max, simd::splat(simd::max_lane(x)))
 EACH(mixed, simd::where_less(x, simd::splat(0.5f), simd::fma(x, x, simd::div(x, simd::splat(3.0f))),
                              simd::sub(simd::max(x, simd::splat(1.0f)), simd::min(x, simd::splat(2.0f)))))
 
+// Sums of products of a number with itself and its neighbours, one after the other in the sum's own place.
+extern "C" void products(const float* in, float* out, int n) {
+  simd::F16 sum = simd::zero();
+  for (int i = 0; i < n; i += 16) {
+    for (int j = 0; j < 16; ++j) simd::add_product(sum, simd::load(in + i), simd::splat(in[i + j]));
+    simd::store(out + i, sum);
+  }
+}
+
 extern "C" void round_trip(const float* in, uint16_t* out, int n) {
   for (int i = 0; i < n; i += 16) simd::store_bf16(out + i, simd::load(in + i));
 }
@@ -108,13 +117,23 @@ def test_log_is_within_two_units_near_one_and_far_away(
         assert units_in_the_last_place(got_N[~zero_N], exact_N[~zero_N]) < 2.0
 
 
-@pytest.mark.parametrize("function", ["vector_exp", "vector_log", "lane_sum", "lane_max", "mixed"])
+@pytest.mark.parametrize(
+    "function", ["vector_exp", "vector_log", "lane_sum", "lane_max", "mixed", "products"]
+)
 def test_back_ends_agree_bit_for_bit(libraries: dict[str, ctypes.CDLL], function: str) -> None:
     x_N = np.random.default_rng(0).normal(size=64_000).astype(np.float32)
     x_N = np.abs(x_N) if function == "vector_log" else x_N * 10
     native_N, *others = (run(libraries[name], function, x_N) for name in BACK_ENDS)
     for other_N in others:
         assert np.array_equal(native_N.view(np.uint32), other_N.view(np.uint32))
+
+
+def test_a_product_is_added_with_one_rounding(libraries: dict[str, ctypes.CDLL]) -> None:
+    x_N = np.zeros(16, dtype=np.float32)
+    x_N[:2] = 1.0 + 2.0**-12, -1.0 - 2.0**-12
+    # The square's last bit is rounded off, and comes to light when the exact square is taken from it.
+    for library in libraries.values():
+        assert run(library, "products", x_N)[0] == -(2.0**-24)
 
 
 def test_lanes_are_summed_by_folding_halves(libraries: dict[str, ctypes.CDLL]) -> None:

@@ -34,65 +34,83 @@ constexpr int kMaxRows = 6;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 constexpr int kStep = 8;
-constexpr int kLine = 64;
-constexpr int kStepLines = kStep * panels::kColumns * static_cast<int>(sizeof(simd::bf16)) / kLine;
 
-// How far ahead a single pass fetches, in k. Streams of a tile are fetched at the same distance each.
+// A cache line of weights, in k.
+constexpr int kLine = 64 / (panels::kColumns * static_cast<int>(sizeof(simd::bf16)));
+
+// How far ahead of its use a weight is fetched, in k.
 constexpr int kFetchSteps = 64;
-
-// What a pass over a tile fetches for later: at k, lines first, first + every, ... of the step that lies
-// `near` bytes ahead, or `far` bytes from k >= wrap on, where `near` would leave the panel.
-struct Fetch {
-  ptrdiff_t near, far;
-  int wrap, first, every;
-};
 
 #define TAILDRAFT_INLINE inline __attribute__((always_inline))
 
 namespace detail {
 
+// One k of a tile: weights at w[panel] + i * 16, activations at x[row] + i.
 template <int R, int P>
-TAILDRAFT_INLINE void step(const simd::bf16* w, size_t panel, const float* x, size_t stride, F16 (&acc)[R][P]) {
+TAILDRAFT_INLINE void step(const simd::bf16* const (&w)[P], const float* const (&x)[R], int i, F16 (&acc)[R][P]) {
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
-    F16 weights = panels::load(w + p * panel);
+    const F16 weights = panels::load(w[p] + i * panels::kColumns);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) acc[r][p] = simd::fma(weights, simd::splat(x[r * stride]), acc[r][p]);
+    for (int r = 0; r < R; ++r) simd::add_product(acc[r][p], weights, simd::splat(x[r][i]));
   }
 }
 
+// Fetches the line that stands `ahead` of w[panel] + i * 16.
 template <int P>
-TAILDRAFT_INLINE void prefetch(const simd::bf16* w, size_t panel, int k, const Fetch& fetch) {
-  const char* ahead = reinterpret_cast<const char*>(w) + (k < fetch.wrap ? fetch.near : fetch.far);
-  if constexpr (P > 1) {
+TAILDRAFT_INLINE void prefetch(const simd::bf16* const (&w)[P], int i, size_t ahead) {
 #pragma GCC unroll 4
-    for (int p = 0; p < P; ++p)
-#pragma GCC unroll 4
-      for (int line = 0; line < kStepLines; ++line)
-        __builtin_prefetch(ahead + p * panel * sizeof(simd::bf16) + line * kLine);
-  } else {
-    for (int line = fetch.first; line < kStepLines; line += fetch.every) __builtin_prefetch(ahead + line * kLine);
-  }
+  for (int p = 0; p < P; ++p) __builtin_prefetch(w[p] + ahead + i * panels::kColumns);
+}
+
+// Keeps the compiler from knowing how pointers are apart. It would keep each distance that it meets in a step, and
+// these are more than there are registers.
+template <class T, int N>
+TAILDRAFT_INLINE void apart(const T* (&p)[N]) {
+#pragma GCC unroll 12
+  for (int i = 0; i < N; ++i) asm("" : "+r"(p[i]));
+}
+
+template <class T, int N>
+TAILDRAFT_INLINE void advance(const T* (&p)[N], int by) {
+#pragma GCC unroll 12
+  for (int i = 0; i < N; ++i) p[i] += by;
 }
 
 // Not inlined: one copy serves every epilogue. Returns through memory, which costs nothing beside the loop.
 template <int R, int P>
-__attribute__((noinline)) void tile(const simd::bf16* w, int k_count, const float* x, size_t stride,
-                                    const Fetch& fetch, F16 (&out)[R][P]) {
+__attribute__((noinline)) void tile(const simd::bf16* weights, int k_count, const float* x, size_t stride,
+                                    F16 (&out)[R][P]) {
   F16 acc[R][P];
+  const simd::bf16* w[P];
+  const float* rows[R];
   const size_t panel = panels::offset(1, 0, k_count);
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p) w[p] = weights + p * panel;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) rows[r] = x + r * stride;
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) acc[r][p] = simd::zero();
+  // Behind a panel stands the next one: where several are read side by side, a neighbour, read already; its own next
+  // is P on.
+  const size_t near = kFetchSteps * panels::kColumns, far = near + (P - 1) * panel;
   int k = 0;
   for (; k + kStep <= k_count; k += kStep) {
-    prefetch<P>(w + static_cast<size_t>(k) * panels::kColumns, panel, k, fetch);
+    apart(w), apart(rows);
+    const size_t ahead = P == 1 || k + kFetchSteps < k_count ? near : far;
 #pragma GCC unroll 8
-    for (int i = 0; i < kStep; ++i)
-      step<R, P>(w + static_cast<size_t>(k + i) * panels::kColumns, panel, x + k + i, stride, acc);
+    for (int i = 0; i < kStep; ++i) {
+      if (i % kLine == 0) {
+        asm volatile("");  // or fetches all go to the beginning
+        prefetch(w, i, ahead);
+      }
+      step<R, P>(w, rows, i, acc);
+    }
+    advance(w, kStep * panels::kColumns), advance(rows, kStep);
   }
-  for (; k < k_count; ++k) step<R, P>(w + static_cast<size_t>(k) * panels::kColumns, panel, x + k, stride, acc);
+  for (int i = 0; k + i < k_count; ++i) step<R, P>(w, rows, i, acc);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -100,47 +118,36 @@ __attribute__((noinline)) void tile(const simd::bf16* w, int k_count, const floa
 }
 
 template <int R, int P, class Epilogue>
-inline void pass(const Weight& w, int panel, const Activations& x, int row, const Fetch& fetch, Epilogue& epi) {
+inline void pass(const Weight& w, int panel, const Activations& x, int row, Epilogue& epi) {
   F16 acc[R][P];
-  tile<R, P>(w.data + panels::offset(panel, 0, w.k), w.k, x.x + row * x.stride, x.stride, fetch, acc);
+  tile<R, P>(w.data + panels::offset(panel, 0, w.k), w.k, x.x + row * x.stride, x.stride, acc);
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) epi(panel + p, row + r, acc[r][p]);
 }
 
 // One panel for `rows` <= R rows starting at `row`.
 template <int R, class Epilogue>
-inline void pass_of(int rows, const Weight& w, int panel, const Activations& x, int row, const Fetch& fetch,
-                    Epilogue& epi) {
-  if (rows == R) return pass<R, 1>(w, panel, x, row, fetch, epi);
-  if constexpr (R > 1) pass_of<R - 1>(rows, w, panel, x, row, fetch, epi);
-}
-
-inline Fetch single_pass(int k, int at_once) {
-  const ptrdiff_t step = panels::kColumns * sizeof(simd::bf16);
-  const ptrdiff_t near = kFetchSteps * step;
-  // Past a panel's end lies the next stream's panel, already read; its successor is at_once panels on.
-  return {near, near + (at_once - 1) * k * step, k - kFetchSteps, 0, 1};
+inline void pass_of(int rows, const Weight& w, int panel, const Activations& x, int row, Epilogue& epi) {
+  if (rows == R) return pass<R, 1>(w, panel, x, row, epi);
+  if constexpr (R > 1) pass_of<R - 1>(rows, w, panel, x, row, epi);
 }
 
 template <int R, class Epilogue>
 inline void few_rows(const Weight& w, int begin, int end, const Activations& x, Epilogue& epi) {
   constexpr int kAtOnce = panels_at_once(R);
   int panel = begin;
-  for (const Fetch fetch = single_pass(w.k, kAtOnce); panel + kAtOnce <= end; panel += kAtOnce)
-    pass<R, kAtOnce>(w, panel, x, 0, fetch, epi);
-  for (const Fetch fetch = single_pass(w.k, 1); panel < end; ++panel) pass<R, 1>(w, panel, x, 0, fetch, epi);
+  for (; panel + kAtOnce <= end; panel += kAtOnce) pass<R, kAtOnce>(w, panel, x, 0, epi);
+  for (; panel < end; ++panel) pass<R, 1>(w, panel, x, 0, epi);
 }
 
+// Passes of near equal height over each panel. The first reads it from memory, the others find it in a cache.
 template <class Epilogue>
 inline void many_rows(const Weight& w, int begin, int end, const Activations& x, int rows, Epilogue& epi) {
   const int passes = (rows + kMaxRows - 1) / kMaxRows;
-  const ptrdiff_t panel_bytes = panels::offset(1, 0, w.k) * sizeof(simd::bf16);
   for (int panel = begin; panel < end; ++panel)
     for (int i = 0, row = 0; i < passes; ++i) {
-      // Passes of near equal height; together they fetch the next panel once.
       const int height = rows * (i + 1) / passes - row;
-      const Fetch fetch = passes == 1 ? single_pass(w.k, 1) : Fetch{panel_bytes, panel_bytes, 0, i, passes};
-      pass_of<kMaxRows>(height, w, panel, x, row, fetch, epi);
+      pass_of<kMaxRows>(height, w, panel, x, row, epi);
       row += height;
     }
 }
