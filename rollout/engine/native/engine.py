@@ -244,10 +244,15 @@ class NativeEngine:
     def _plain_round(self, started_s: float) -> tuple[PlainWork, Committed, RoundTimes]:
         """Decode plainly, by column."""
         assert self._choosing is not None
+        plain = self._scheduler.plain
         self._wavefront.clear()
-        work = reserve_plain(self._scheduler, chunk_tokens=self._config.prefill_chunk_tokens)
-        reserved = time.perf_counter()
-        choose_plain(work, self._scheduler.plain, self._row_memory, self._choosing, self._state.storage)
+        try:
+            work = reserve_plain(self._scheduler, chunk_tokens=self._config.prefill_chunk_tokens)
+            reserved = time.perf_counter()
+            choose_plain(work, plain, self._row_memory, self._choosing, self._state.storage)
+        except BaseException:
+            plain.clear()  # columns may be half a round further than their sequences
+            raise
         policy_pass = self._clock.take()
         chosen = time.perf_counter()
         committed = self._committer.commit_plain(work, policy_version=self.policy_version)
@@ -373,6 +378,7 @@ class NativeEngine:
         self._decoder.load(self._checked_state)
         self.fingerprint = fingerprint
         self.discard_update()
+        self._scheduler.plain.settle()  # what the old version chose is told as its own
         self.policy_version = stage.manifest.version
         self._scheduler.prefix.clear()
         self._wavefront.clear()
