@@ -72,6 +72,7 @@ class Committer:
         )
         if work.batch and not (out.emissions or out.completions):
             raise NoProgressError(f"a round of {work.batch} decoding sequences committed nothing")
+        self._announce_all(out)
         return out
 
     def _prompts_computed(self, chunks: Sequence[PromptChunk], policy_version: int) -> None:
@@ -103,10 +104,8 @@ class Committer:
                 committed[row], finished[row] = chosen, reason is not None
         out.sequences = PlainOutcomes(work.keys, work.lengths, committed, finished)
         if plain.overdue or now_s - self._emitted_s >= self._emit_s:
-            plain.settle()
             self._emitted_s = now_s
-            for sequence in plain.sequences:
-                self._announce(sequence, out)
+            self._announce_all(out)
         if batch and not (any(committed) or out.completions):
             raise NoProgressError(f"a round of {batch} decoding sequences committed nothing")
         return out
@@ -180,10 +179,16 @@ class Committer:
             sequence.accepted += [origin for _, origin in verdict.tokens[:committed]].count("accepted")
         if committed:
             sequence.frontier = len(sequence.tokens) - 1
+        if committed or reason is not None:  # an end without a token: those of plain rounds may be untold
             self._announce(sequence, out)
         if reason is not None:
             out.completions.append(self._finish(sequence, reason, error))
         return committed
+
+    def _announce_all(self, out: Committed) -> None:
+        """Give everybody their tokens and emit what was not, also of who has lost its pages meanwhile."""
+        for sequence in self._scheduler.under_way:
+            self._announce(sequence, out)
 
     def _announce(self, sequence: LiveSequence, out: Committed) -> None:
         """Emit what was not emitted yet."""
