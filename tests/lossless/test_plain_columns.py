@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from controller.types import PlainOutcomes, RoundFacts, RoundLoad, RoundPlan
+from controller.types import InFlight, PlainOutcomes, RoundFacts, RoundLoad, RoundPlan
 from drafters.testing import ScriptedDrafter
 from rollout.config import EngineConfig
+from rollout.engine.native.compiled_forward.decoder import CompiledDecoder
 from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.plain_batch import MOST_ROUNDS
 from rollout.engine.protocol import RoundOutcome
@@ -20,6 +21,7 @@ from rollout.testing_native import (
     Planner,
     ar_plan,
     assert_holds_nothing,
+    fixed_plan,
     random_plan,
     requests_for,
     tiny_engine,
@@ -82,8 +84,9 @@ class _Life:
         self.streams: dict[tuple[str, int], list[TokenRecord]] = {}
         self.by_column = 0
 
-    def round(self) -> RoundOutcome:
-        load = self.engine.load()
+    def round(self, *, look_up: bool = False) -> RoundOutcome:
+        """Run a round. A ``look_up`` gives everybody their tokens before it, so it must not be the rule."""
+        load = self.engine.load(look_up=lambda _: look_up)
         outcome = self.engine.run_round(self._planner(load))
         self.facts.append(_facts(load, outcome.facts))
         self.by_column += isinstance(outcome.facts.outcomes, PlainOutcomes)
@@ -138,7 +141,7 @@ def _events(life: _Life, requests: Sequence[Request], policy: TinyPolicy, seed: 
             engine.sleep()
             engine.wake()
         if engine.busy:
-            life.round()
+            life.round(look_up=rng.random() < 0.1)
         yield
 
 
@@ -166,3 +169,111 @@ def test_whatever_happens_columns_leave_what_sequences_leave(seed: int, emit_s: 
     assert any(e["provenance"]["preemptions"] for e in columns.endings.values())
     for life in lives:
         assert_holds_nothing(life.engine)
+
+
+LONG = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def _two_lives(policy: TinyPolicy, requests: Sequence[Request], **config: Any) -> tuple[_Life, _Life]:
+    """Return the same requests by column and sequence by sequence, nothing emitted before it must be."""
+    lives = tuple(
+        _Life(_engine(policy, by_column=by_column, emit_s=1e9, **config), ar_plan)
+        for by_column in (True, False)
+    )
+    for life in lives:
+        for request in requests:
+            life.engine.add(request)
+    return lives[0], lives[1]
+
+
+def _run_out(life: _Life) -> None:
+    while life.engine.busy:
+        life.round()
+    assert_holds_nothing(life.engine)
+
+
+def test_a_failed_round_leaves_what_there_was_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it failed after the columns were moved on, and prompts were about to end in it."""
+    policy = tiny_policy()
+    requests = requests_for(vocab=policy.spec.vocab_size, prompts=6, params=(LONG,), longest_prompt=9)
+    columns, sequences = _two_lives(policy, requests[:5], prefill_chunk_tokens=8)
+    late = requests[5]
+    run_choosing = CompiledDecoder.run_choosing
+
+    def failing(*args: Any) -> Any:
+        run_choosing(*args)
+        raise MemoryError
+
+    for number in range(12):
+        for life in (columns, sequences):
+            if number == 8:
+                life.engine.add(late)
+            life.round()
+        if number % 3 == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(CompiledDecoder, "run_choosing", failing)
+                with pytest.raises(MemoryError):
+                    columns.round()
+    for life in (columns, sequences):
+        _run_out(life)
+    assert columns.facts == sequences.facts
+    assert columns.endings == sequences.endings
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep"])
+def test_weights_that_change_while_tokens_are_kept_leave_them_their_version(mode: InFlight) -> None:
+    """Nothing has to be settled where nothing runs, so nobody need have asked for the sequences."""
+    policy = tiny_policy()
+    requests = requests_for(vocab=policy.spec.vocab_size, prompts=2, params=(LONG,))
+    columns, sequences = _two_lives(policy, requests, max_batch=1)
+    for life in (columns, sequences):
+        for _ in range(6):
+            life.round()
+        life.engine.begin_update(manifest(policy.state, 1), in_flight=mode)
+        life.engine.stage(policy.state.items())
+        while mode == "drain" and life.engine.running:
+            life.round()
+        life.engine.commit_update()
+        _run_out(life)
+    assert columns.endings == sequences.endings
+    versions = {t.policy_version for e in columns.endings.values() for t in e["tokens"]}
+    assert versions == {0, 1}
+
+
+def test_what_ends_without_a_token_in_a_drafting_round_is_told_whole() -> None:
+    """Its tokens of plain rounds were kept, and the round that ends it has none for it."""
+    policy = tiny_policy()
+    bad = range(3, policy.spec.vocab_size, 5)
+    policy.state["model.embed_tokens.weight"][bad] = float("nan")
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    requests = [
+        Request(prompt_uid=f"p{i}", sample_index=0, prompt_ids=(4, 5, 6), params=params, seed=i)
+        for i in range(6)
+    ]
+    columns, _ = _two_lives(policy, requests)
+    failed_drafting = 0
+    for number in range(40):
+        if not columns.engine.busy:
+            break
+        columns._planner = fixed_plan("scripted", 2) if number % 3 == 2 else ar_plan
+        drafting = number % 3 == 2
+        failed_drafting += drafting * sum(c.finish_reason == "failed" for c in columns.round().completions)
+    assert failed_drafting
+
+
+def test_tokens_of_a_sequence_that_lost_its_pages_are_told_as_soon_as_all_others() -> None:
+    policy = tiny_policy()
+    requests = requests_for(vocab=policy.spec.vocab_size, prompts=6, params=(LONG,), longest_prompt=20)
+    columns, _ = _two_lives(policy, requests, kv_tokens=160)
+    scheduler, committer = columns.engine._scheduler, columns.engine._committer
+    untold = 0
+    while columns.engine.busy:
+        committer._emit_s = 1e9
+        columns.round()
+        lost = [s for s in scheduler.waiting if s.told < len(s.records)]
+        untold += len(lost)
+        if lost:
+            committer._emit_s = 0.0
+            columns.round()
+            assert all(s.told == len(s.records) for s in lost)
+    assert untold
