@@ -24,7 +24,8 @@ class StreamTimes:
     """By row that ended: from its submission to its end."""
 
     events: int = 0
-    """Messages with tokens: one per sequence and round that committed something for it."""
+    """Emissions: one per sequence and round that committed something for it; of plain rounds by column, one
+    once in ``engine.emit_s``."""
 
     tokens: int = 0
     _since_s: dict[Key, float] = field(default_factory=dict)
