@@ -542,6 +542,10 @@ class ScriptedEngine:
         """There is no forward to time."""
         raise UnsupportedError("the scripted engine runs no forward")
 
+    def untold(self) -> tuple[Emission, ...]:
+        """Nothing: every round tells all of its tokens."""
+        return ()
+
     def gauges(self) -> Mapping[str, float]:
         """Return the queue lengths."""
         return {"engine/running": float(len(self._running)), "engine/waiting": float(len(self._waiting))}

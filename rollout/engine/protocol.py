@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -79,6 +79,10 @@ class Engine(Protocol):
 
     def run_round(self, plan: RoundPlan) -> RoundOutcome:
         """Draft, verify and commit once for the running batch, with prompt chunks mixed in."""
+        ...
+
+    def untold(self) -> Sequence[Emission]:
+        """Return committed tokens that no round has emitted yet, and count them as emitted."""
         ...
 
     @property

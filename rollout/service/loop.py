@@ -399,6 +399,13 @@ class EngineLoop:
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
+        if paused:
+            self._emit_untold()
+
+    def _emit_untold(self) -> None:
+        """Take tokens that no round may be there to tell for a while."""
+        for emission in self.engine.untold():
+            self._live.emit(emission)
 
     def _sleep(self) -> None:
         if not isinstance(self.engine, Sleeper):
@@ -427,6 +434,10 @@ class EngineLoop:
     def _crash(self, error: Exception) -> None:
         """Fail everything alive and run no further round: what the engine holds cannot be trusted."""
         self._error = f"{type(error).__name__}: {error}"
+        try:
+            self._emit_untold()
+        except Exception:
+            log.exception("host %s: tokens that were not told yet are lost", self.host)
         self._live.fail_all(error if isinstance(error, NoProgressError) else EngineCrashError(self._error))
         self._updates.crash(self._error)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from controller.config import ControllerConfig
+from controller.decide import build_controller
 from controller.types import InFlight, PlainOutcomes, RoundFacts, RoundLoad, RoundPlan
 from drafters.testing import ScriptedDrafter
 from rollout.config import EngineConfig
@@ -15,6 +17,8 @@ from rollout.engine.native.engine import NativeEngine
 from rollout.engine.native.plain_batch import MOST_ROUNDS
 from rollout.engine.protocol import RoundOutcome
 from rollout.policy.weights import manifest
+from rollout.service.loop import EngineLoop
+from rollout.service.records import HostEvents
 from rollout.testing import TinyPolicy, tiny_policy
 from rollout.testing_native import (
     MIXED_PARAMS,
@@ -277,3 +281,36 @@ def test_tokens_of_a_sequence_that_lost_its_pages_are_told_as_soon_as_all_others
             columns.round()
             assert all(s.told == len(s.records) for s in lost)
     assert untold
+
+
+@pytest.mark.parametrize("halt", ["pause", "crash"])
+def test_a_loop_that_runs_no_round_for_now_or_no_more_tells_what_was_kept(halt: str) -> None:
+    policy = tiny_policy()
+    requests = requests_for(vocab=policy.spec.vocab_size, prompts=3, params=(LONG,))
+    told: list[HostEvents] = []
+    engine = _engine(policy, by_column=True, emit_s=1e9)
+    traits, shapes = engine.traits, engine.part_shapes()
+    controller = build_controller(ControllerConfig(kind="ar"), traits, shapes, None)
+    loop = EngineLoop(engine, controller, host="here", deliver=told.append)
+    loop.add(requests)
+    for _ in range(12):
+        loop.turn()
+    before = _tokens_of(told)
+    if halt == "pause":
+        loop.pause()
+    else:
+        controller.decide = _fails  # type: ignore[method-assign]
+    loop.turn()
+    assert _tokens_of(told) - before >= 3 * 8, "all but what was told as texts began"
+    if halt == "crash":
+        completions = [c for events in told for c in events.completions]
+        assert {c.finish_reason for c in completions} == {"failed"}
+        assert sum(len(c.tokens) for c in completions) == _tokens_of(told)
+
+
+def _tokens_of(told: Sequence[HostEvents]) -> int:
+    return sum(len(emission.tokens) for events in told for emission in events.emissions)
+
+
+def _fails(*_: Any, **__: Any) -> RoundPlan:
+    raise RuntimeError("no plan")

@@ -185,6 +185,12 @@ class Committer:
             out.completions.append(self._finish(sequence, reason, error))
         return committed
 
+    def untold(self) -> list[Emission]:
+        """Return what was committed and not emitted yet; it is now."""
+        out = Committed()
+        self._announce_all(out)
+        return out.emissions
+
     def _announce_all(self, out: Committed) -> None:
         """Give everybody their tokens and emit what was not, also of who has lost its pages meanwhile."""
         for sequence in self._scheduler.under_way:

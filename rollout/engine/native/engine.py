@@ -56,7 +56,7 @@ from rollout.engine.native.work import (
     row_batch,
     run_lanes,
 )
-from rollout.engine.protocol import LookUp, RoundOutcome, always
+from rollout.engine.protocol import Emission, LookUp, RoundOutcome, always
 from rollout.engine.target import Chooser
 from rollout.engine.verify import Verdict
 from rollout.errors import AbortedError, UnsupportedError, WeightUpdateError
@@ -240,6 +240,10 @@ class NativeEngine:
         return RoundOutcome(
             facts=facts, emissions=tuple(committed.emissions), completions=tuple(committed.completions)
         )
+
+    def untold(self) -> Sequence[Emission]:
+        """Return what plain rounds committed and kept, see ``EngineConfig.emit_s``."""
+        return self._committer.untold()
 
     def _plain_round(self, started_s: float) -> tuple[PlainWork, Committed, RoundTimes]:
         """Decode plainly, by column."""
