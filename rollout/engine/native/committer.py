@@ -99,7 +99,7 @@ class Committer:
             if row in begun:
                 self._scheduler.begin_decoding(sequence, now_s)
                 out.prefill_tokens += chosen
-            reason = self._give(sequence, out, begins=row in begun)
+            reason = self._give(sequence, out, chosen=chosen, begins=row in begun)
             if row < batch:
                 committed[row], finished[row] = chosen, reason is not None
         out.sequences = PlainOutcomes(work.keys, work.lengths, committed, finished)
@@ -110,11 +110,15 @@ class Committer:
             raise NoProgressError(f"a round of {batch} decoding sequences committed nothing")
         return out
 
-    def _give(self, sequence: LiveSequence, out: Committed, *, begins: bool) -> FinishReason | None:
-        """Give a sequence of a plain round its tokens and end it if it is over; return why."""
-        plain, error = self._scheduler.plain, None
-        chosen = plain.finite(sequence)
-        reason = plain.give(sequence, detokenizer=self._detokenizer, prompt_ended=begins)
+    def _give(
+        self, sequence: LiveSequence, out: Committed, *, chosen: bool, begins: bool
+    ) -> FinishReason | None:
+        """Give a sequence of a plain round its tokens and end it if it is over; return why.
+
+        ``chosen``: the round could choose one for it.
+        """
+        error: Exception | None = None
+        reason = self._scheduler.plain.give(sequence, detokenizer=self._detokenizer, prompt_ended=begins)
         if not chosen:
             reason, error = "failed", _not_finite(sequence)
         assert reason or begins or sequence.watched, "what may have ended has, or the screen is wrong"

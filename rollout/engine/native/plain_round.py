@@ -88,9 +88,5 @@ def _rows(work: PlainWork, plain: PlainBatch, memory: RowMemory) -> RowBatch:
     tokens, positions, tables = plain.forward.numbers(work.batch)
     heads = list(range(work.batch))
     for chunk in work.chunks:
-        tokens += chunk.sequence.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        tables += [chunk.sequence.slot] * (chunk.end - chunk.start)
-        if chunk.completes:
-            heads.append(len(tokens) - 1)
+        chunk.add_rows(tokens, positions, tables, heads)
     return memory.batch(tokens, positions, tables, heads)

@@ -31,6 +31,14 @@ class PromptChunk:
         """Whether the sequence gets its first token in this round."""
         return self.end == len(self.sequence.tokens)
 
+    def add_rows(self, tokens: list[int], positions: list[int], tables: list[int], heads: list[int]) -> None:
+        """Append its rows to a forward's, and the number of the last to the heads where it completes."""
+        tokens += self.sequence.tokens[self.start : self.end]
+        positions += range(self.start, self.end)
+        tables += [self.sequence.slot] * (self.end - self.start)
+        if self.completes:
+            heads.append(len(tokens) - 1)
+
 
 class Scheduler:
     """Owns the waiting line, the running set and the page table."""

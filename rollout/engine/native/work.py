@@ -164,11 +164,7 @@ def row_batch(work: Work, memory: RowMemory) -> RowBatch:
     tables: list[int] = []
     heads: list[int] = []
     for chunk in work.chunks:
-        tokens += chunk.sequence.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        tables += [chunk.sequence.slot] * (chunk.end - chunk.start)
-        if chunk.completes:
-            heads.append(len(tokens) - 1)
+        chunk.add_rows(tokens, positions, tables, heads)
     for sequence in work.decoding:
         start = len(sequence.tokens) - 1
         heads.append(len(tokens))
